@@ -1,0 +1,15 @@
+"""What the scheduler may do in a step: a part of the settings, resolved."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    max_num_seqs: int
+    """Sequences in the running set; also the number of slots."""
+    max_num_batched_tokens: int
+    """Token budget of a step."""
+    max_model_len: int
+    """Effective window: min(model, --max-model-len, pool)."""
+    max_passed_over: int = 64
+    """Steps a waiting request may be overtaken before the next free blocks are kept for it."""

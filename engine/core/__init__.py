@@ -1,0 +1,1 @@
+"""Scheduling and KV bookkeeping: pure logic, no torch."""

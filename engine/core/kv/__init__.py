@@ -1,0 +1,1 @@
+"""Blocks, the prefix tree and the manager that owns them."""

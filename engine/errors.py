@@ -1,0 +1,56 @@
+"""Every error that Octavo raises on purpose. Messages are written for the person who can act on them."""
+
+
+class OctavoError(Exception):
+    """Base of all deliberate errors."""
+
+
+class StartupError(OctavoError):
+    """The server cannot start: one sentence that names the flag to change. Exit code 2, no traceback."""
+
+
+class InvalidRequest(OctavoError):
+    """The client's fault: HTTP 400.
+
+    `param` names the request field, `code` is OpenAI's error code where one fits.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.param, self.code = message, param, code
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt leaves no room for a single token. Clients match the sentence's start and the code."""
+
+    def __init__(self, limit: int, prompt_tokens: int, param: str | None = None) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your prompt has "
+            f"{prompt_tokens} tokens, which leaves no room for output. Please shorten the prompt.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+class Overloaded(OctavoError):
+    """The queue is full: HTTP 503 with Retry-After. `reason` labels the metric, e.g. 'max_num_queued_reqs'."""
+
+    def __init__(self, message: str, retry_after: float, reason: str) -> None:
+        super().__init__(message)
+        self.message, self.retry_after, self.reason = message, retry_after, reason
+
+
+class NotReady(OctavoError):
+    """The engine is loading or draining: HTTP 503. `phase` is 'loading' or 'draining'."""
+
+    def __init__(self, message: str, phase: str) -> None:
+        super().__init__(message)
+        self.message, self.phase = message, phase
+
+
+class EngineDead(OctavoError):
+    """The engine process is gone or hangs: every open request fails with this, /health turns 503."""
+
+
+class RequestFailed(OctavoError):
+    """One request failed inside the engine; the others go on. HTTP 500, or an error frame in a stream."""

@@ -1,0 +1,285 @@
+"""What crosses a boundary: API process <-> engine process, scheduler <-> executor.
+
+    AddRequest ─> scheduler ─> StepPlan ─> executor ─> StepResult ─> scheduler ─> TokenOutput ─> TextDelta ─> SSE
+
+Ids of token rows ("slots") are positions in [0, max_num_seqs): the scheduler hands them out, the runner keeps one row of
+state (tokens, block table, sampling parameters, generator) in each.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from engine.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+# ------------------------------------------------------------------ API process -> engine process
+class AddRequest(msgspec.Struct, kw_only=True, tag=True):
+    """One sequence to complete. `n` choices are n of these with one `group`; index 0 leads."""
+
+    request_id: str
+    """Unique among open sequences; choices of one HTTP request are 'ID-0', 'ID-1', …"""
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival: float
+    """time.monotonic() in the API process (one clock for all processes of a machine)."""
+    group: str | None = None
+    index: int = 0
+    """The choice's index: part of the generator's key."""
+    salt: str | None = None
+    """Roots the prefix tree: sequences with different salts share nothing."""
+    adapter: str | None = None
+    tenant: str | None = None
+    priority: int = 0
+    """Lower runs first."""
+    deadline: float | None = None
+    """time.monotonic() after which nobody waits any more: a sequence still queued then fails with finish 'error'."""
+
+
+class AbortRequests(msgspec.Struct, tag=True):
+    """Ends sequences whose reader is gone or has seen enough (a stop string). No TokenOutput follows."""
+
+    request_ids: list[str]
+    reason: Literal["abort", "stop"] = "abort"
+    """'abort': nobody reads any more; 'stop': finished by a stop string in the API process."""
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """The engine ends at once."""
+
+
+class KVReportQuery(msgspec.Struct, tag=True):
+    """Asks for `KVReport` (GET /debug/kv)."""
+
+    query_id: int
+    num_events: int = 200
+    tenant: str | None = None
+
+
+ToEngine = AddRequest | AbortRequests | Shutdown | KVReportQuery
+
+
+# ------------------------------------------------------------------ engine process -> API process
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one generated position, of the model's own distribution (before temperature and masks)."""
+
+    logprob: float
+    """Of the chosen token; -9999 stands for minus infinity."""
+    rank: int
+    """1: the most likely token."""
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Timings(msgspec.Struct, array_like=True):
+    """time.monotonic() marks of one sequence, 0.0 where not reached."""
+
+    arrival: float
+    first_scheduled: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+
+class TokenOutput(msgspec.Struct, omit_defaults=True):
+    """What one step brought one sequence."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token's id, for a stop by `stop_token_ids`; None for end-of-sequence."""
+    error: str | None = None
+    """With finish_reason 'error': what happened, in words for the client."""
+    cached_tokens: int = 0
+    """Prompt tokens taken from the cache when the sequence was first scheduled; on the first output of a sequence."""
+    num_preemptions: int = 0
+    timings: Timings | None = None
+    """On the first and on the last output of a sequence."""
+
+
+class Stats(msgspec.Struct, array_like=True):
+    """One snapshot a step, from the source of truth. `*_total` only ever grow."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    """Prompt tokens of waiting sequences that are still to be computed."""
+    pages_total: int = 0
+    pages_free: int = 0
+    """Neither in use nor cached."""
+    pages_active: int = 0
+    """In at least one block table."""
+    pages_cached: int = 0
+    """In no block table, kept for reuse, evictable."""
+    pages_shared: int = 0
+    """In two or more block tables."""
+    tokens_stored: int = 0
+    """Token slots filled in active pages."""
+    steps_total: int = 0
+    scheduled_tokens: int = 0
+    """Tokens in the last step."""
+    prefix_queries_total: int = 0
+    """Prompt tokens looked up, once a sequence (lookups after a preemption do not count)."""
+    prefix_hits_total: int = 0
+    """Prompt tokens found."""
+    prefill_tokens_total: int = 0
+    """Prompt tokens computed, recomputation after preemption excluded."""
+    recomputed_tokens_total: int = 0
+    """Tokens computed again after a preemption."""
+    generated_tokens_total: int = 0
+    preemptions_total: dict[str, int] = msgspec.field(default_factory=dict)
+    """By reason."""
+    evictions_total: dict[str, int] = msgspec.field(default_factory=dict)
+    """Cached pages given up, by reason."""
+    copies_total: int = 0
+    """Pages copied on write."""
+    schedule_seconds_total: float = 0.0
+    execute_seconds_total: float = 0.0
+    update_seconds_total: float = 0.0
+
+
+class StepOutputs(msgspec.Struct, tag=True):
+    """One message a step."""
+
+    outputs: list[TokenOutput]
+    stats: Stats
+
+
+class CacheInfo(msgspec.Struct):
+    """The KV pool as it was really allocated."""
+
+    num_blocks: int
+    block_size: int
+    bytes_per_block: int
+    bytes_per_token: int
+    dtype: str
+    max_model_len: int
+    """Effective window: min(model, --max-model-len, pool)."""
+    enable_prefix_caching: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+class EngineReady(msgspec.Struct, tag=True):
+    """Sent once, when the model is loaded and warm."""
+
+    cache: CacheInfo
+    summary: dict[str, str]
+    """Lines of the start-up block: model, parameters, dtype, device, attention kernel and refusals, exactness."""
+    vocab_size: int
+
+
+class EngineLoading(msgspec.Struct, tag=True):
+    """Progress while loading, for /readyz and the terminal."""
+
+    phase: str
+    fraction: float = 0.0
+
+
+class EngineFailed(msgspec.Struct, tag=True):
+    """The last message of an engine that ends by an error. `startup` tells a clean refusal from a crash."""
+
+    message: str
+    startup: bool
+
+
+class KVReport(msgspec.Struct, tag=True):
+    query_id: int
+    memory: dict[str, float]
+    """`LLM.memory_stats()`: total_pages, used_pages, cached_pages, free_pages, utilization, slot_utilization,
+    active_requests, bytes_per_page, bytes_per_token, total_bytes."""
+    events: list[dict[str, str | int | float | None]]
+    """Newest last: allocation, hit, miss, eviction, copy, preemption, wait, each with its reason."""
+
+
+FromEngine = StepOutputs | EngineReady | EngineLoading | EngineFailed | KVReport
+
+
+# ------------------------------------------------------------------ scheduler -> executor -> scheduler
+class NewRow(msgspec.Struct):
+    """A sequence that enters a slot: for the first time, or again after a preemption."""
+
+    slot: int
+    request_id: str
+    token_ids: list[int]
+    """Prompt and, after a preemption, what was generated so far."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    index: int
+    """Choice index, for the generator's key."""
+    block_ids: list[int]
+    num_computed: int
+    """Tokens whose K and V the blocks hold already (prefix hit)."""
+
+
+class Transfer(msgspec.Struct):
+    """A block moved between tiers. The plan's transfer part; executed before the step's copies."""
+
+    kind: Literal["load", "store"]
+    block_id: int
+    key: bytes
+
+
+class StepPlan(msgspec.Struct):
+    """Who computes how many tokens. Columns `slots`, `num_tokens` and `samples` run in parallel, decode rows first.
+
+    The executor applies, in this order: `freed_slots`, `new_rows`, `new_blocks`, `transfers`, `copies`, then the forward
+    pass; within it every layer stores all rows' K and V before any row attends.
+    """
+
+    step: int
+    slots: list[int]
+    num_tokens: list[int]
+    samples: list[bool]
+    """Whether the row's last token of this step is its sequence's last, so that a next token is drawn."""
+    new_rows: list[NewRow]
+    new_blocks: list[tuple[int, list[int]]]
+    """(slot, block ids appended to the slot's table)"""
+    copies: list[tuple[int, int]]
+    """(source block, destination block), whole blocks, before anything of this step is written."""
+    transfers: list[Transfer]
+    freed_slots: list[int]
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+class RowResult(msgspec.Struct):
+    """What a sampled row brought: a list, since speculation brings several."""
+
+    slot: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    """This row failed (non-finite logits, say): its sequence ends with finish_reason 'error'; the others go on."""
+
+
+class StepResult(msgspec.Struct):
+    """Answers the plan of the same `step`; rows in the order of the plan's sampling rows. It may come a step late."""
+
+    step: int
+    rows: list[RowResult]
+
+
+# ------------------------------------------------------------------ text, inside the API process
+class TextDelta(msgspec.Struct):
+    """What a reader of one choice gets. Concatenated `text` is the choice's whole text."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    """Tokens published with this delta; text may lag behind them (partial characters, possible stop strings)."""
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it."""
+    error: str | None = None
+    cached_tokens: int = 0
+    timings: Timings | None = None
+    num_preemptions: int = 0

@@ -1,0 +1,50 @@
+"""What a model's code sees of a step. Implemented in `engine/runner`; passed down, never fetched from a global."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step's rows, flattened: T tokens of B sequences, decode rows first. All filled by `runner/prepare.py`."""
+
+    input_ids: torch.Tensor
+    """int64 [T]"""
+    positions: torch.Tensor
+    """int64 [T]: absolute position of each token in its sequence"""
+    slot_mapping: torch.Tensor
+    """int64 [T]: block id x block_size + offset, where K and V of the token go; -1: padding, not stored"""
+    query_start: torch.Tensor
+    """int32 [B + 1]: rows [query_start[b], query_start[b+1]) belong to sequence b"""
+    seq_lens: torch.Tensor
+    """int32 [B]: context length of sequence b including this step's tokens"""
+    block_tables: torch.Tensor
+    """int32 [B, max_blocks]: blocks of sequence b in order; entries past its length are undefined"""
+    logit_rows: torch.Tensor
+    """int64 [S]: rows whose hidden state goes through the head"""
+    num_decodes: int
+    """The first `num_decodes` sequences have one token each."""
+    adapter_slots: torch.Tensor | None = None
+    """int32 [T]: LoRA adapter of each token, 0: none; None: no adapters at all"""
+
+
+class KVStore(Protocol):
+    """Writes K and V of a layer into the pool, in the layer's format."""
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:
+        """k, v: [T, kv_heads, head_dim], any row stride, model dtype."""
+
+
+class AttentionBackend(Protocol):
+    """Attention of a step's queries over the pages, K and V read as they are stored."""
+
+    name: str
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Stores k and v, then attends causally.
+
+        q: [T, heads, head_dim], rotated; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim], model dtype.
+        All rows' K and V are stored before any row attends.
+        """

@@ -1,0 +1,41 @@
+"""What the core needs of others. `engine/build.py` joins the two sides; neither imports the other."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from engine.messages import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Runs plans on a model. One caller, one thread; plans come in step order.
+
+    `forward` may return before the work is done; `sample` waits for it. With overlap the loop calls `forward(N+1)` before
+    `sample(N)`: rows whose last token is still to come then take it from the runner's own rows.
+    """
+
+    def forward(self, plan: StepPlan) -> Any:
+        """Starts the step: block copies, K and V of all rows, logits of the sampling rows. Returns a handle."""
+
+    def sample(self, handle: Any, masks: "Masks | None") -> StepResult:
+        """Draws the next tokens. Raises whatever broke the step; per-row faults come in `RowResult.error`."""
+
+    def shutdown(self) -> None:
+        """Frees what the executor holds. Safe to call twice."""
+
+
+Masks = dict[int, Sequence[int]]
+"""slot -> allowed-token bit mask, int32 words [ceil(vocabulary / 32)]"""
+
+
+class Grammar(Protocol):
+    """Token masks for constrained sequences, made while the model runs."""
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        """Masks of the plan's sampling rows that are constrained, or None."""
+
+
+class NoGrammar:
+    """The null object: nothing is constrained."""
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        return None

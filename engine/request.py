@@ -1,0 +1,78 @@
+"""One sequence as the scheduler sees it."""
+
+import enum
+
+from engine.messages import AddRequest, FinishReason, Timings
+from engine.sampling_params import SamplingParams
+
+
+class Status(enum.IntEnum):
+    WAITING = 0
+    WAITING_TRANSFER = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+class Request:
+    """Three numbers chase one another: num_confirmed <= num_computed <= len(token_ids) + num_in_flight.
+
+        token_ids      |■■■■■■■■■■ prompt ■■■■■■■■■■|■■■ generated ■■■|□ in flight
+        num_confirmed  ───────────────>             K and V written by a finished step
+        num_computed   ────────────────────>        K and V written by a step that was planned
+
+    A preemption sets num_computed and num_confirmed back to 0 and keeps everything else.
+    """
+
+    __slots__ = (
+        "adapter", "arrival", "block_ids", "cached_tokens", "deadline", "error", "finish_reason", "group", "index",
+        "max_total", "num_computed", "num_confirmed", "num_in_flight", "num_preemptions", "num_prompt", "num_published",
+        "order", "params", "passed_over", "priority", "request_id", "salt", "slot", "status", "stop_ids", "stop_reason",
+        "tenant", "timings", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, add: AddRequest, sequence: int, max_total: int, eos_token_ids: frozenset[int]) -> None:
+        """`sequence` numbers arrivals; `max_total`: tokens, prompt included, at which the sequence ends by 'length'."""
+        self.request_id = add.request_id
+        self.params: SamplingParams = add.params
+        self.token_ids: list[int] = add.prompt_token_ids
+        self.num_prompt = len(add.prompt_token_ids)
+        self.group, self.index = add.group, add.index
+        self.salt, self.adapter, self.tenant = add.salt, add.adapter, add.tenant
+        self.priority, self.arrival, self.deadline = add.priority, add.arrival, add.deadline
+        self.order = (add.priority, sequence)
+        """Order key, kept for life: smaller runs first and is never preempted for a larger one."""
+        self.max_total = max_total
+        self.stop_ids = frozenset(add.params.stop_token_ids) | (frozenset() if add.params.ignore_eos else eos_token_ids)
+
+        self.status = Status.WAITING
+        self.slot = -1
+        self.block_ids: list[int] = []
+        self.num_computed = 0
+        self.num_in_flight = 0
+        """Tokens that unfinished steps will bring."""
+        self.num_confirmed = 0
+        self.num_published = 0
+        """Leading blocks that stand in the prefix tree."""
+        self.passed_over = 0
+        """Steps in which a request with a larger key was admitted instead."""
+
+        self.cached_tokens = -1
+        """Prompt tokens found in the cache at the first admission; -1 before it."""
+        self.num_preemptions = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self.error: str | None = None
+        self.timings = Timings(arrival=add.arrival)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known or on their way."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
