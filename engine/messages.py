@@ -283,3 +283,19 @@ class TextDelta(msgspec.Struct):
     cached_tokens: int = 0
     timings: Timings | None = None
     num_preemptions: int = 0
+
+
+class RequestSummary(msgspec.Struct):
+    """One finished sequence, for metrics and logs. Never holds text."""
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    """Published tokens: what `usage` counts."""
+    max_tokens: int
+    """The limit asked for, clamped to the window."""
+    n: int
+    finish_reason: FinishReason
+    num_preemptions: int
+    timings: Timings

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from engine.messages import StepPlan, StepResult
+from engine.messages import RequestSummary, Stats, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -39,3 +39,32 @@ class NoGrammar:
 
     def masks(self, plan: StepPlan) -> Masks | None:
         return None
+
+
+class Observer(Protocol):
+    """Who counts what the API process sees. Errors raised here are logged and never reach a request."""
+
+    def first_token(self, seconds: float) -> None:
+        """From a sequence's arrival to the publication of its first token."""
+
+    def inter_token(self, seconds: float) -> None:
+        """Between two publications of one sequence."""
+
+    def finished(self, summary: RequestSummary) -> None:
+        """Once for each sequence, whatever its end."""
+
+    def rejected(self, reason: str) -> None:
+        """Refused at the door; `reason` is bounded: max_num_queued_reqs, max_num_queued_tokens, draining, loading, dead."""
+
+    def step(self, stats: Stats) -> None:
+        """Every snapshot."""
+
+
+class NoObserver:
+    """The null object."""
+
+    def first_token(self, seconds: float) -> None: ...
+    def inter_token(self, seconds: float) -> None: ...
+    def finished(self, summary: RequestSummary) -> None: ...
+    def rejected(self, reason: str) -> None: ...
+    def step(self, stats: Stats) -> None: ...
