@@ -3,14 +3,61 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.admission import Envelope as Envelope
+    from engine.build import load_served_model as load_served_model
     from engine.client import EngineClient as EngineClient
+    from engine.client import QueueLimits as QueueLimits
+    from engine.client import RequestStream as RequestStream
+    from engine.client import ServedModel as ServedModel
+    from engine.errors import EngineDead as EngineDead
+    from engine.errors import InvalidRequest as InvalidRequest
+    from engine.errors import NotReady as NotReady
+    from engine.errors import OctavoError as OctavoError
+    from engine.errors import Overloaded as Overloaded
+    from engine.errors import RequestFailed as RequestFailed
+    from engine.errors import StartupError as StartupError
     from engine.llm import LLM as LLM
+    from engine.messages import EngineLoading as EngineLoading
+    from engine.messages import EngineReady as EngineReady
+    from engine.messages import KVReport as KVReport
+    from engine.messages import Launch as Launch
+    from engine.messages import RequestSummary as RequestSummary
+    from engine.messages import Stats as Stats
+    from engine.messages import TextDelta as TextDelta
+    from engine.messages import TokenLogprobs as TokenLogprobs
     from engine.sampling_params import SamplingParams as SamplingParams
+    from engine.source import resolve as resolve
+    from engine.text.tokenizer import Tokenizer as Tokenizer
 
 _EXPORTS = {
     "LLM": "engine.llm",
-    "EngineClient": "engine.client",
     "SamplingParams": "engine.sampling_params",
+    # what the server builds on
+    "EngineClient": "engine.client",
+    "QueueLimits": "engine.client",
+    "RequestStream": "engine.client",
+    "ServedModel": "engine.client",
+    "Envelope": "engine.admission",
+    "load_served_model": "engine.build",
+    "resolve": "engine.source",
+    "Tokenizer": "engine.text.tokenizer",
+    # messages
+    "EngineLoading": "engine.messages",
+    "EngineReady": "engine.messages",
+    "KVReport": "engine.messages",
+    "Launch": "engine.messages",
+    "RequestSummary": "engine.messages",
+    "Stats": "engine.messages",
+    "TextDelta": "engine.messages",
+    "TokenLogprobs": "engine.messages",
+    # errors
+    "OctavoError": "engine.errors",
+    "StartupError": "engine.errors",
+    "InvalidRequest": "engine.errors",
+    "NotReady": "engine.errors",
+    "Overloaded": "engine.errors",
+    "EngineDead": "engine.errors",
+    "RequestFailed": "engine.errors",
 }
 __all__ = list(_EXPORTS)
 

@@ -1,12 +1,7 @@
 """Every error that Octavo raises on purpose. Messages are written for the person who can act on them."""
 
-
-class OctavoError(Exception):
-    """Base of all deliberate errors."""
-
-
-class StartupError(OctavoError):
-    """The server cannot start: one sentence that names the flag to change. Exit code 2, no traceback."""
+from configs.errors import OctavoError as OctavoError
+from configs.errors import StartupError as StartupError
 
 
 class InvalidRequest(OctavoError):

@@ -6,7 +6,7 @@ Ids of token rows ("slots") are positions in [0, max_num_seqs): the scheduler ha
 state (tokens, block table, sampling parameters, generator) in each.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,6 +56,16 @@ class KVReportQuery(msgspec.Struct, tag=True):
     query_id: int
     num_events: int = 200
     tenant: str | None = None
+
+
+class Launch(msgspec.Struct):
+    """What a new engine process is told, on its standard input."""
+
+    path: str
+    """Folder or .gguf file of the model, already on this machine."""
+    name: str
+    settings: dict[str, Any]
+    """`Settings`, as JSON values."""
 
 
 ToEngine = AddRequest | AbortRequests | Shutdown | KVReportQuery
@@ -118,6 +128,8 @@ class Stats(msgspec.Struct, array_like=True):
     """In two or more block tables."""
     tokens_stored: int = 0
     """Token slots filled in active pages."""
+    received_total: int = 0
+    """AddRequest messages taken from the API process; it knows how many it sent and so how many are on their way."""
     steps_total: int = 0
     scheduled_tokens: int = 0
     """Tokens in the last step."""

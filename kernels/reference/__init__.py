@@ -1,0 +1,38 @@
+"""Plain torch: the oracle of every kernel, and what serves where no kernel can.
+
+Written to be read and trusted, not to be fast. Accepts every device and dtype.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernels.reference.attention import copy_blocks, paged_attention, store_kv
+from kernels.reference.elementwise import add_rms_norm, rms_norm, rotary, silu_mul
+from kernels.reference.linear import pack_linear
+from kernels.registry import Accepted, Candidate
+
+NAME = "torch reference"
+
+
+def _candidate(function: Callable[..., Any]) -> Candidate:
+    def offer(device: str, dtype: torch.dtype) -> Accepted:
+        return Accepted(function)
+
+    return Candidate(function.__name__, NAME, offer)
+
+
+CANDIDATES = tuple(
+    _candidate(function)
+    for function in (
+        rms_norm,
+        add_rms_norm,
+        rotary,
+        silu_mul,
+        pack_linear,
+        store_kv,
+        paged_attention,
+        copy_blocks,
+    )
+)

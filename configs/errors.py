@@ -1,0 +1,14 @@
+"""Errors that settings and model files can raise. They stand here because `configs` imports nothing of ours;
+`engine/errors.py` has the others and exports these too."""
+
+
+class OctavoError(Exception):
+    """Base of all deliberate errors."""
+
+
+class StartupError(OctavoError):
+    """The server cannot start: one sentence that names the flag to change. Exit code 2, no traceback."""
+
+
+class SettingsError(StartupError):
+    """A setting is unknown, has an impossible value or asks for more than there is. The sentence names the setting."""

@@ -1,0 +1,123 @@
+"""The head of a GGUF file: metadata and where each tensor lies. No tensor is read here.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian). The `gguf` package
+reads it too, but makes a numpy view of every string of the vocabulary: 2.5 s for 50 thousand tokens against 0.1 s here.
+"""
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.errors import StartupError
+
+GGUFScalar = int | float | bool | str
+GGUFValue = GGUFScalar | list["GGUFValue"]
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""GGUF value type -> struct code"""
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Where a tensor lies. Its byte length follows from `type` and `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Outermost dimension first, as in torch; the file has it the other way round."""
+    type: int
+    """ggml type number: 0 F32, 1 F16, 2 Q4_0, …"""
+    offset: int
+    """Bytes from the start of the file."""
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    path: Path
+    metadata: dict[str, GGUFValue]
+    tensors: dict[str, GGUFTensor]
+    size: int
+    """Bytes of the whole file."""
+
+    @classmethod
+    def read(cls, path: Path) -> "GGUFFile":
+        """Raises `StartupError` for a file that is missing, damaged, cut short, or of another format or version."""
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
+                metadata, tensors = _Reader(buffer, path).head()
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            raise StartupError(f"--model: {path} cannot be read as GGUF: {error}.") from None
+        except (struct.error, IndexError, OverflowError, MemoryError, RecursionError):
+            raise StartupError(f"--model: {path} is damaged or incomplete: its header ends early.") from None
+        return cls(path, metadata, {tensor.name: tensor for tensor in tensors}, size)
+
+
+class _Reader:
+    """Walks the header once."""
+
+    def __init__(self, buffer: mmap.mmap, path: Path) -> None:
+        self.buffer, self.path, self.position = buffer, path, 0
+
+    def head(self) -> tuple[dict[str, GGUFValue], list[GGUFTensor]]:
+        if self.buffer[:4] != MAGIC:
+            raise StartupError(f"--model: {self.path} is not a GGUF file (it does not begin with 'GGUF').")
+        self.position = 4
+        version = self.integer("I")
+        if version not in VERSIONS:
+            raise StartupError(f"--model: {self.path} is GGUF version {version}; little-endian 2 and 3 are read.")
+        num_tensors, num_values = self.integer("Q"), self.integer("Q")
+        metadata: dict[str, GGUFValue] = {}
+        for _ in range(num_values):
+            key = self.string()
+            metadata[key] = self.value(self.integer("I"))
+        entries = [self.tensor_entry() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise StartupError(f"--model: {self.path}: general.alignment must be positive, got {alignment!r}.")
+        start = -(-self.position // alignment) * alignment
+        return metadata, [GGUFTensor(name, shape, kind, start + offset) for name, shape, kind, offset in entries]
+
+    def integer(self, code: str) -> int:
+        (value,) = self.unpack(code)
+        return int(value)
+
+    def unpack(self, codes: str) -> tuple[GGUFScalar, ...]:
+        values = struct.unpack_from("<" + codes, self.buffer, self.position)
+        self.position += struct.calcsize("<" + codes)
+        return values
+
+    def string(self) -> str:
+        length = self.integer("Q")
+        end = self.position + length
+        if end > len(self.buffer):
+            raise IndexError
+        text = self.buffer[self.position : end].decode("utf-8", "replace")
+        self.position = end
+        return text
+
+    def value(self, kind: int) -> GGUFValue:
+        if kind in SCALARS:
+            return self.unpack(SCALARS[kind])[0]
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            raise StartupError(f"--model: {self.path} is damaged: metadata value of unknown type {kind}.")
+        item, count = self.integer("I"), self.integer("Q")
+        if count > len(self.buffer):  # every item takes a byte at least
+            raise IndexError
+        if item in SCALARS:
+            return list(self.unpack(f"{count}{SCALARS[item]}"))
+        return [self.value(item) for _ in range(count)]
+
+    def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self.string()
+        dims = self.integer("I")
+        if dims > 8:
+            raise IndexError
+        shape = tuple(int(size) for size in reversed(self.unpack(f"{dims}Q")))
+        return name, shape, self.integer("I"), self.integer("Q")

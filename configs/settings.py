@@ -1,0 +1,333 @@
+"""The one declaration of what can be set: names, types, defaults, limits and help.
+
+A field `max_model_len` is the flag `--max-model-len`, the variable `OCTAVO_MAX_MODEL_LEN` and the YAML key
+`max-model-len`; `configs/load.py` reads all three. Names are vLLM's wherever the meaning is the same. A field exists
+from the day it works.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from configs.errors import SettingsError
+
+Group = Literal["Model", "KV cache", "Scheduling", "Queue", "HTTP", "Metrics and log", "Machine"]
+SECRET_FIELDS = frozenset({"api_key"})
+"""Values never shown: not in --print-config, not in an error, not in repr()."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)(b?)|b)?", re.IGNORECASE | re.ASCII)
+_POWER = {"k": 1, "m": 2, "g": 3, "t": 4}
+_NO_LIMIT = ("none", "null")
+_API_KEY = re.compile(r"[\x21-\x7e]+")
+
+
+def parse_size(text: str) -> int:
+    """A count of tokens or bytes as people write it.
+
+    As in vLLM, a small letter counts in thousands and a capital one in 1024s: '32k' is 32,000 and '32K' 32,768. With
+    units the usual rule holds: 'KiB', 'MiB', 'GiB' are powers of 1024, 'kB', 'MB', 'GB' powers of 1000 (any case).
+    A fraction needs a suffix and is rounded down to a whole number. Raises ValueError.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or ("." in match[1] and match[2] is None):
+        raise ValueError("must be a size such as 4096, 32K, 1.5M or 2.5GiB")
+    number, letter, binary, unit = match[1], match[2], match[3], match[4]
+    if letter is None:
+        return int(number)
+    base = 1024 if binary or (letter.isupper() and not unit) else 1000
+    return int(Fraction(number) * base ** _POWER[letter.lower()])
+
+
+def _size(value: Any) -> Any:
+    return parse_size(value) if isinstance(value, str) else value
+
+
+def _auto(value: Any) -> Any:
+    """'auto' is how to say None where None means that Octavo chooses."""
+    return None if isinstance(value, str) and value.strip().lower() == "auto" else value
+
+
+def _auto_or_minus_one(value: Any) -> Any:
+    return None if value == -1 or (isinstance(value, str) and value.strip() == "-1") else _auto(value)
+
+
+def _several(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _not_empty(value: str) -> str:
+    if not value.strip():
+        raise ValueError("must not be empty")
+    return value
+
+
+def _api_key(value: str) -> str:
+    if not _API_KEY.fullmatch(value):
+        raise ValueError("must be printable ASCII without spaces, and not empty")
+    return value
+
+
+def _block_size(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("must be a power of two")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_not_empty)]
+Size = Annotated[int, BeforeValidator(_size)]
+WindowSize = Annotated[int | None, BeforeValidator(_size), BeforeValidator(_auto_or_minus_one)]
+BlockSize = Annotated[int, AfterValidator(_block_size)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_several)]
+ApiKeys = Annotated[tuple[Annotated[str, AfterValidator(_api_key)], ...], BeforeValidator(_several)]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
+
+
+def _setting(default: Any, group: Group, metavar: str, help: str, **limits: Any) -> Any:
+    """A field with its help; `metavar` stands for the value in --help (words of a Literal are shown instead), `limits`
+    are pydantic's (ge, gt, le, …)."""
+    return Field(default, description=help, json_schema_extra={"group": group, "metavar": metavar}, **limits)
+
+
+class Settings(BaseModel):
+    """Everything Octavo was told. Frozen; what is found out later (blocks, effective window) is kept elsewhere.
+
+    `Settings.create` gives errors in one sentence, as the command line wants them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    # ---------------------------------------------------------------- model
+    model: Text | None = _setting(
+        None,
+        "Model",
+        "MODEL",
+        "A Hugging Face Hub id, a local folder of safetensors or a .gguf file. Without it: SmolLM2-135M-Instruct.",
+    )
+    served_model_name: Texts = _setting(
+        (),
+        "Model",
+        "NAME",
+        "Names under which clients ask for the model; the first stands in answers. Without it: the model as asked for.",
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = _setting(
+        "auto",
+        "Model",
+        "",
+        "Number format of weights and KV cache. auto: bfloat16 where the processor computes in it, else float32.",
+    )
+    max_model_len: WindowSize = _setting(
+        None,
+        "Model",
+        "TOKENS",
+        "Longest sequence, prompt and output together. auto (the default) or -1: the model's own window. Lowered, with "
+        "a warning, to what the KV cache can hold.",
+        ge=2,
+    )
+    chat_template: Text | None = _setting(
+        None,
+        "Model",
+        "TEMPLATE",
+        "A file with a Jinja chat template, or the template itself, in place of the model's own.",
+    )
+
+    # ---------------------------------------------------------------- KV cache
+    block_size: BlockSize = _setting(
+        16, "KV cache", "TOKENS", "Tokens in one KV page: a power of two from 4 to 128.", ge=4, le=128
+    )
+    gpu_memory_utilization: Annotated[float | None, BeforeValidator(_auto)] = _setting(
+        None,
+        "KV cache",
+        "FRACTION",
+        "Share of the memory available at start that weights and KV cache may take together (on a CPU: of main "
+        "memory). auto (the default): the KV cache takes half of what the weights leave, at most 4 GiB and no more "
+        "than --max-num-seqs full windows can use.",
+        gt=0.0,
+        le=1.0,
+    )
+    kv_cache_memory_bytes: Size | None = _setting(
+        None,
+        "KV cache",
+        "BYTES",
+        "Size of the KV cache, e.g. 2.5GiB. Stands above --gpu-memory-utilization.",
+        ge=1,
+    )
+    num_gpu_blocks_override: int | None = _setting(
+        None,
+        "KV cache",
+        "N",
+        "Size of the KV cache in pages, on a CPU too. Stands above --kv-cache-memory-bytes.",
+        ge=1,
+    )
+    enable_prefix_caching: bool = _setting(
+        True, "KV cache", "", "Keep the pages of finished requests and share them between requests that begin alike."
+    )
+    cache_sharing: Literal["key", "global"] = _setting(
+        "key",
+        "KV cache",
+        "",
+        "Who shares cached prefixes. key: only requests with the same API key; global: everybody.",
+    )
+
+    # ---------------------------------------------------------------- scheduling
+    max_num_seqs: int = _setting(128, "Scheduling", "N", "Sequences that run at once.", ge=1, le=65536)
+    max_num_batched_tokens: Size = _setting(
+        512,
+        "Scheduling",
+        "TOKENS",
+        "Tokens computed in one step. Longer prompts are computed in chunks of at most this size beside running "
+        "streams: larger is better for throughput, smaller for smooth streams.",
+        ge=1,
+    )
+
+    # ---------------------------------------------------------------- queue
+    max_num_queued_reqs: int | None = _setting(
+        256, "Queue", "N", "Sequences that may wait; beyond that: 503 with Retry-After. none: no limit.", ge=0
+    )
+    max_num_queued_tokens: Size | None = _setting(
+        524288,
+        "Queue",
+        "TOKENS",
+        "Prompt tokens that may wait; beyond that: 503 with Retry-After. A lone request may exceed it. none: no limit.",
+        ge=1,
+    )
+    queue_timeout: float | None = _setting(
+        300.0, "Queue", "SECONDS", "A request that has waited this long is given up with 503. none: no limit.", gt=0
+    )
+
+    # ---------------------------------------------------------------- HTTP
+    host: Text | None = _setting(
+        None, "HTTP", "ADDRESS", "Address to listen on. Without it: 127.0.0.1, or 0.0.0.0 where an API key is set."
+    )
+    port: int = _setting(8000, "HTTP", "PORT", "Port to listen on; 0: any free one.", ge=0, le=65535)
+    api_key: ApiKeys = _setting(
+        (),
+        "HTTP",
+        "KEY",
+        "Keys of which a client must send one as a bearer token. Without it: open to all.",
+        repr=False,
+    )
+    sse_keep_alive_interval: float = _setting(
+        15.0, "HTTP", "SECONDS", "A stream that has been silent this long gets a comment line. 0: never.", ge=0
+    )
+    shutdown_timeout: float = _setting(
+        30.0, "HTTP", "SECONDS", "How long open requests may go on after SIGTERM. 0: they are aborted at once.", ge=0
+    )
+
+    # ---------------------------------------------------------------- metrics and log
+    protect_metrics: bool = _setting(False, "Metrics and log", "", "Ask for the API key at /metrics too.")
+    metrics_compat: Literal["vllm", "none"] = _setting(
+        "vllm",
+        "Metrics and log",
+        "",
+        "vllm: /metrics has vLLM's names beside octavo_*, for existing dashboards and gateways. none: octavo_* alone.",
+    )
+    log_level: LogLevel = _setting("info", "Metrics and log", "", "The least important messages that are logged.")
+
+    # ---------------------------------------------------------------- machine
+    num_threads: Annotated[int | None, BeforeValidator(_auto)] = _setting(
+        None,
+        "Machine",
+        "N",
+        "Threads that compute. auto (the default): one for each physical core that Octavo may use.",
+        ge=1,
+        le=4096,
+    )
+    watchdog_timeout: float | None = _setting(
+        300.0,
+        "Machine",
+        "SECONDS",
+        "An engine that has work and says nothing for this long is given up: /health turns 503. none: never.",
+        gt=0,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_words(cls, value: Any, info: ValidationInfo) -> Any:
+        """'none' means None where that is possible; a bool (YAML reads `on` as one) is no number."""
+        assert info.field_name is not None
+        kinds = get_args(cls.model_fields[info.field_name].annotation)
+        if type(None) in kinds and isinstance(value, str) and value.strip().lower() in _NO_LIMIT:
+            return None
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("must not be true or false (a word in YAML may need quotes)")
+        return value
+
+    @model_validator(mode="after")
+    def _budget_holds_all_sequences(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens must be at least --max-num-seqs, since each running sequence needs one "
+                f"token a step: got {self.max_num_batched_tokens} and {self.max_num_seqs}"
+            )
+        return self
+
+    @classmethod
+    def create(cls, values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Self:
+        """From field names and raw values (text or YAML scalars).
+
+        `origins` says in words where a value came from. Raises `SettingsError`: one sentence with name, value, limit.
+        """
+        for name in values:
+            if name not in cls.model_fields:
+                raise SettingsError(f"unknown setting {name!r}{did_you_mean(name, cls.model_fields)}.")
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise SettingsError(_sentence(error.errors(include_url=False)[0], origins or {})) from None
+
+    @property
+    def bind_host(self) -> str:
+        """Where to listen: closed to the network unless a key guards the API or --host says otherwise."""
+        if self.host is not None:
+            return self.host
+        return "0.0.0.0" if self.api_key else "127.0.0.1"
+
+
+def flag(name: str) -> str:
+    """'max_model_len' → '--max-model-len'"""
+    return "--" + name.replace("_", "-")
+
+
+def extra(field: FieldInfo, key: Literal["group", "metavar"]) -> str:
+    """What `_setting` noted about a field."""
+    assert isinstance(field.json_schema_extra, dict)
+    return str(field.json_schema_extra[key])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """': did you mean X?' without the question mark, or nothing when no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f": did you mean {near[0]!r}" if near else ""
+
+
+def _sentence(error: ErrorDetails, origins: Mapping[str, str]) -> str:
+    """One pydantic error in words: '--port must be less than or equal to 65535, got '70000' (from OCTAVO_PORT).'"""
+    message = error["msg"].removeprefix("Value error, ")
+    if not error["loc"]:
+        return f"{message}."
+    name = str(error["loc"][0])
+    message = re.sub(r"^Input should be", "must be", message).split(", unable")[0].split(", got")[0]
+    value = "" if name in SECRET_FIELDS else f", got {error['input']!r}"
+    origin = origins.get(name, "")
+    source = f" (from {origin})" if origin and not origin.startswith("--") else ""
+    return f"{flag(name)} {message}{value}{source}."

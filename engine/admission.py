@@ -1,0 +1,71 @@
+"""The door of the engine: a prompt and its parameters become validated `AddRequest`s. Shared by client and LLM."""
+
+import random
+import time
+
+import msgspec
+
+from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.messages import AddRequest, EngineReady
+from engine.sampling_params import SamplingParams
+
+_draw = random.SystemRandom()
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes along with a prompt and never changes its tokens: who asks, with which rights and how urgently."""
+
+    request_id: str
+    salt: str | None = None
+    adapter: str | None = None
+    tenant: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+    """time.monotonic() after which a sequence that still waits fails."""
+
+
+def admit(
+    prompt_token_ids: list[int], params: SamplingParams, envelope: Envelope, ready: EngineReady
+) -> list[AddRequest]:
+    """One `AddRequest` for each of the n choices, max_tokens clamped to the window and the seed drawn.
+
+    Raises `InvalidRequest` (empty prompt, token id outside the vocabulary) or `ContextLengthExceeded`.
+    """
+    window = ready.cache.max_model_len
+    if not prompt_token_ids:
+        raise InvalidRequest("The prompt is empty: it must have at least one token.", "prompt", "invalid_value")
+    if len(prompt_token_ids) >= window:
+        raise ContextLengthExceeded(window, len(prompt_token_ids))
+    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= ready.vocab_size:
+        bad = next(token for token in prompt_token_ids if not 0 <= token < ready.vocab_size)
+        raise InvalidRequest(
+            f"The prompt holds token id {bad}; ids of this model are 0 to {ready.vocab_size - 1}.",
+            "prompt",
+            "invalid_value",
+        )
+    params.check_vocabulary(ready.vocab_size)
+    room = window - len(prompt_token_ids)
+    limit = room if params.max_tokens is None else min(params.max_tokens, room)
+    params = msgspec.structs.replace(
+        params,
+        max_tokens=limit,
+        min_tokens=min(params.min_tokens, limit),
+        seed=_draw.getrandbits(63) if params.seed is None else params.seed,
+    )
+    arrival = time.monotonic()
+    return [
+        AddRequest(
+            request_id=envelope.request_id if params.n == 1 else f"{envelope.request_id}-{index}",
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            arrival=arrival,
+            group=envelope.request_id if params.n > 1 else None,
+            index=index,
+            salt=envelope.salt,
+            adapter=envelope.adapter,
+            tenant=envelope.tenant,
+            priority=envelope.priority,
+            deadline=envelope.deadline,
+        )
+        for index in range(params.n)
+    ]

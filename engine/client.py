@@ -1,0 +1,505 @@
+"""The API process's side of the engine: submits sequences, reads their tokens, turns them into text.
+
+Holds the queue's credits, so that a refusal needs no round trip; watches the child, so that a dead engine fails every
+open request at once. Loads no torch.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from engine.admission import Envelope, admit
+from engine.errors import EngineDead, InvalidRequest, NotReady, Overloaded, RequestFailed, StartupError
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineLoading,
+    EngineReady,
+    FromEngine,
+    KVReport,
+    KVReportQuery,
+    Launch,
+    RequestSummary,
+    Shutdown,
+    Stats,
+    StepOutputs,
+    TextDelta,
+    Timings,
+    ToEngine,
+    TokenOutput,
+)
+from engine.ports import NoObserver, Observer
+from engine.sampling_params import SamplingParams
+from engine.served_model import ServedModel
+from engine.supervisor import ChildProcess
+from engine.text.chat_template import ChatRenderer
+from engine.text.output_processor import OutputProcessor
+from engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("octavo.client")
+
+Phase = Literal["loading", "ready", "draining", "dead"]
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """How much may wait. None: no bound."""
+
+    max_num_seqs: int
+    """Sequences that run at once: these do not count as queued."""
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    queue_timeout: float | None = None
+    """Seconds a sequence may wait for its first step."""
+    watchdog_timeout: float | None = None
+    """Seconds without a word from an engine that has work, after which it is taken for dead."""
+    stall_timeout: float = 60.0
+    """Seconds a reader may leave its text unread before its request is aborted."""
+
+
+@dataclass
+class _Sequence:
+    """One choice: what the client knows of it."""
+
+    request: AddRequest
+    stream: "RequestStream"
+    processor: OutputProcessor
+    timings: Timings
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+    published: int = 0
+    last_published: float = 0.0
+
+
+class RequestStream:
+    """Deltas of all choices of one request, in the order they come. Ends when every choice has finished."""
+
+    def __init__(self, client: "EngineClient", prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self._client = client
+        self._open: dict[str, _Sequence] = {}
+        self._pending: deque[TextDelta] = deque()
+        self._pending_since = 0.0
+        self._wake = asyncio.Event()
+        self._error: Exception | None = None
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        """Raises `RequestFailed` or `EngineDead` once all earlier deltas have been read."""
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        self._pending_since = time.monotonic()
+        return self._pending.popleft()
+
+    def abort(self) -> None:
+        """Nobody reads any more: every choice still open ends now. Idempotent."""
+        self._client.abort(list(self._open.values()))
+        self._open.clear()
+        self._wake.set()
+
+    def deliver(self, delta: TextDelta) -> None:
+        """Queues a delta; while the reader lags, deltas of one choice are merged, so that what waits stays bounded."""
+        last = self._pending[-1] if self._pending else None
+        if last is not None and last.index == delta.index and last.finish_reason is None:
+            last.text += delta.text
+            last.token_ids.extend(delta.token_ids)
+            if delta.logprobs:
+                last.logprobs = [*(last.logprobs or ()), *delta.logprobs]
+            last.finish_reason, last.stop_reason = delta.finish_reason, delta.stop_reason
+            last.timings, last.num_preemptions = delta.timings or last.timings, delta.num_preemptions
+        else:
+            if not self._pending:
+                self._pending_since = time.monotonic()
+            self._pending.append(delta)
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._open.clear()
+        self._wake.set()
+
+    def is_stalled(self, limit: float) -> bool:
+        return bool(self._pending) and time.monotonic() - self._pending_since > limit
+
+
+@dataclass
+class _Throughput:
+    """Sequences finished lately: what Retry-After is computed from."""
+
+    marks: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+
+    def finished(self) -> None:
+        self.marks.append(time.monotonic())
+
+    def seconds_for(self, sequences: int) -> float:
+        """Time to finish so many at the measured rate, between 1 and 120 s (clients ignore more)."""
+        if len(self.marks) < 2:
+            return 1.0
+        rate = len(self.marks) / max(time.monotonic() - self.marks[0], 1e-3)
+        return min(max(sequences / rate, 1.0), 120.0)
+
+
+class EngineClient:
+    """One engine, seen from the API process. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        model: ServedModel,
+        limits: QueueLimits,
+        observer: Observer | None = None,
+        on_loading: Callable[[EngineLoading], None] | None = None,
+    ) -> None:
+        """Binds ADDRESS.in and ADDRESS.out (ipc://, in a folder only this user may enter)."""
+        self.model = model
+        self.limits = limits
+        self.phase: Phase = "loading"
+        self.loading = EngineLoading("starting")
+        self.info: EngineReady | None = None
+        self.stats = Stats()
+        self.failure = ""
+        self._observer: Observer = observer or NoObserver()
+        self._on_loading = on_loading
+        self._open: dict[str, _Sequence] = {}
+        self._sent = 0
+        self._unreceived: deque[tuple[int, int]] = deque()
+        self._throughput = _Throughput()
+        self._reports: dict[int, asyncio.Future[KVReport]] = {}
+        self._next_query = 0
+        self._last_heard = time.monotonic()
+        self._changed = asyncio.Event()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._context = zmq.asyncio.Context()
+        # The way out is a plain socket: a send to a PUSH without a high-water mark never blocks.
+        self._outbox = zmq.Context(self._context).socket(zmq.PUSH)
+        self._inbox = self._context.socket(zmq.PULL)
+        for socket in (self._outbox, self._inbox):
+            socket.set_hwm(0)
+            socket.linger = 500
+        self._outbox.bind(f"{address}.in")
+        self._inbox.bind(f"{address}.out")
+        self._child: ChildProcess | None = None
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+
+    # ------------------------------------------------------------------ life
+    @classmethod
+    async def start(
+        cls,
+        launch: Launch,
+        model: ServedModel,
+        limits: QueueLimits,
+        observer: Observer | None = None,
+        on_loading: Callable[[EngineLoading], None] | None = None,
+    ) -> "EngineClient":
+        """Starts an engine process; `ready()` waits for it."""
+        child = ChildProcess()
+        client = cls(child.address, model, limits, observer, on_loading)
+        client._child = child
+        await child.spawn(launch)
+        client._tasks.append(asyncio.create_task(client._outlive(child)))
+        return client
+
+    async def ready(self) -> EngineReady:
+        """Waits until the model is loaded. Raises `StartupError` or `EngineDead`."""
+        while self.phase == "loading":
+            await self._next_change()
+        if self.info is None:
+            raise StartupError(self.failure)
+        return self.info
+
+    async def drain(self, timeout: float) -> None:
+        """Takes no new work; waits for the open sequences, then fails what is left."""
+        if self.phase in ("ready", "loading"):
+            self._enter("draining")
+        deadline = time.monotonic() + timeout
+        while self._open and self.phase == "draining" and time.monotonic() < deadline:
+            await self._next_change(deadline - time.monotonic())
+        for stream in {id(s.stream): s.stream for s in self._open.values()}.values():
+            sequences = [s for s in self._open.values() if s.stream is stream]
+            self.abort(sequences)
+            stream.fail(RequestFailed(f"The server is shutting down and the drain time of {timeout:g} s has run out."))
+
+    async def close(self) -> None:
+        """Ends the engine and the sockets."""
+        if self.phase != "dead":
+            self._send(Shutdown())
+            self._die("the server has shut down")
+        if self._child is not None:
+            await self._child.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=500)
+
+    async def _outlive(self, child: ChildProcess) -> None:
+        """The child's end is everybody's: unless it was told to go, everything open fails at once."""
+        ending = await child.wait()
+        await asyncio.sleep(0.05)  # its last words, if any, are in the socket
+        self._die(f"the engine process {ending}")
+
+    # ------------------------------------------------------------------ requests
+    async def submit(self, prompt_token_ids: list[int], params: SamplingParams, envelope: Envelope) -> "RequestStream":
+        """Queues n sequences. Raises before anything is queued: `InvalidRequest`, `ContextLengthExceeded`, `Overloaded`,
+        `NotReady`, `EngineDead`."""
+        info = self._require_ready()
+        requests = admit(prompt_token_ids, params, envelope, info)
+        self._require_room(len(requests), len(requests) * len(prompt_token_ids))
+        if any(request.request_id in self._open for request in requests):
+            raise InvalidRequest(f"A request with the id {envelope.request_id!r} is already running.", "request_id")
+        stream = RequestStream(self, len(prompt_token_ids))
+        for request in requests:
+            if self.limits.queue_timeout is not None:
+                latest = request.arrival + self.limits.queue_timeout
+                request.deadline = min(request.deadline or latest, latest)
+            processor = OutputProcessor(self.model.tokenizer, request.params, index=request.index)
+            sequence = _Sequence(request, stream, processor, Timings(request.arrival))
+            self._open[request.request_id] = stream._open[request.request_id] = sequence
+            if len(self._open) == 1:
+                self._last_heard = request.arrival  # an idle engine is rightly silent: the watchdog counts from here
+            self._sent += 1
+            self._unreceived.append((self._sent, len(prompt_token_ids)))
+            self._send(request)
+        return stream
+
+    def abort(self, sequences: Sequence[_Sequence]) -> None:
+        """Ends sequences whose reader is gone."""
+        alive = [s for s in sequences if self._open.pop(s.request.request_id, None) is not None]
+        if alive:
+            self._send(AbortRequests([s.request.request_id for s in alive]))
+            for sequence in alive:
+                self._account(sequence, "abort")
+
+    async def kv_report(self, num_events: int = 200, tenant: str | None = None) -> KVReport:
+        """State of the pool and its latest events, from the engine itself."""
+        self._require_ready(draining=True)
+        self._next_query += 1
+        future = self._reports[self._next_query] = asyncio.get_running_loop().create_future()
+        self._send(KVReportQuery(self._next_query, num_events, tenant))
+        return await future
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.model.tokenizer
+
+    @property
+    def chat(self) -> ChatRenderer:
+        return self.model.chat
+
+    @property
+    def num_open(self) -> int:
+        """Sequences submitted and not finished."""
+        return len(self._open)
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences that wait: those the engine has counted, and those on their way that find no free row there."""
+        free = max(0, self.limits.max_num_seqs - self.stats.running)
+        return max(0, self.stats.waiting + len(self._unreceived) - free)
+
+    def queue_is_full(self) -> bool:
+        limit = self.limits.max_num_queued_reqs
+        return limit is not None and self.num_queued >= max(limit, 1)
+
+    # ------------------------------------------------------------------ inside
+    def _require_ready(self, draining: bool = False) -> EngineReady:
+        if self.phase == "dead":
+            self._reject("dead")
+            raise EngineDead(self.failure)
+        if self.phase == "loading":
+            self._reject("loading")
+            raise NotReady(f"The model is still loading ({self.loading.phase}). Please try again soon.", "loading")
+        if self.phase == "draining" and not draining:
+            self._reject("draining")
+            raise NotReady("The server is shutting down and takes no new requests.", "draining")
+        assert self.info is not None
+        return self.info
+
+    def _require_room(self, sequences: int, tokens: int) -> None:
+        limit = self.limits.max_num_queued_reqs
+        free = max(0, self.limits.max_num_seqs - self.stats.running)
+        queued = self.stats.waiting + len(self._unreceived) + sequences - free
+        if limit is not None and queued > limit:
+            self._overloaded("max_num_queued_reqs", f"{queued} sequences would wait; the limit is {limit}", queued)
+        limit = self.limits.max_num_queued_tokens
+        queued_tokens = self.stats.waiting_tokens + sum(t for _, t in self._unreceived) + tokens
+        if limit is not None and queued > 0 and queued_tokens > limit:
+            text = f"{queued_tokens} prompt tokens would wait; the limit is {limit}"
+            self._overloaded("max_num_queued_tokens", text, queued)
+
+    def _overloaded(self, reason: str, text: str, queued: int) -> None:
+        self._reject(reason)
+        flag = reason.replace("_", "-")
+        raise Overloaded(f"The queue is full: {text} (--{flag}).", self._throughput.seconds_for(queued), reason)
+
+    def _send(self, message: ToEngine) -> None:
+        self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def _read(self) -> None:
+        while True:
+            message = self._decoder.decode(await self._inbox.recv())
+            self._last_heard = time.monotonic()
+            match message:
+                case StepOutputs():
+                    self._take_step(message)
+                case EngineLoading():
+                    self.loading = message
+                    self._observe(self._on_loading, message)
+                case EngineReady():
+                    self.info = message
+                    self._enter("ready" if self.phase == "loading" else self.phase)
+                case EngineFailed():
+                    self._die(message.message)
+                case KVReport():
+                    future = self._reports.pop(message.query_id, None)
+                    if future is not None and not future.done():
+                        future.set_result(message)
+
+    def _take_step(self, message: StepOutputs) -> None:
+        self.stats = message.stats
+        while self._unreceived and self._unreceived[0][0] <= message.stats.received_total:
+            self._unreceived.popleft()
+        self._observe(self._observer.step, message.stats)
+        stopped: list[str] = []
+        for output in message.outputs:
+            sequence = self._open.get(output.request_id)
+            if sequence is not None:
+                self._take_output(sequence, output, stopped)
+        if stopped:
+            self._send(AbortRequests(stopped, "stop"))
+        if not self._open:
+            self._signal()
+
+    def _take_output(self, sequence: _Sequence, output: TokenOutput, stopped: list[str]) -> None:
+        sequence.timings = output.timings or sequence.timings
+        sequence.num_preemptions = output.num_preemptions
+        sequence.cached_tokens = max(sequence.cached_tokens, output.cached_tokens)
+        if output.finish_reason == "error":
+            self._finish(sequence, "error")
+            sequence.stream.fail(self._failure_of(sequence, output))
+            others = [s for s in self._open.values() if s.stream is sequence.stream]
+            self.abort(others)
+            return
+        delta = sequence.processor.push(output)
+        if delta is None:
+            return
+        delta.cached_tokens = sequence.cached_tokens
+        self._count(sequence, len(delta.token_ids))
+        sequence.stream.deliver(delta)
+        if sequence.processor.finished:
+            if sequence.processor.must_abort:
+                stopped.append(sequence.request.request_id)
+            self._finish(sequence, delta.finish_reason or "stop")
+        elif sequence.stream.is_stalled(self.limits.stall_timeout):
+            logger.warning("request %s: aborted, its reader has stalled", sequence.request.request_id)
+            sequence.stream.fail(RequestFailed("The reader of this stream has stalled."))
+            self.abort([s for s in self._open.values() if s.stream is sequence.stream])
+
+    def _failure_of(self, sequence: _Sequence, output: TokenOutput) -> Exception:
+        deadline = sequence.request.deadline
+        if sequence.timings.first_scheduled == 0.0 and deadline is not None and time.monotonic() >= deadline:
+            self._reject("queue_timeout")
+            text = output.error or "The request has waited too long."
+            return Overloaded(text, self._throughput.seconds_for(max(self.num_queued, 1)), "queue_timeout")
+        return RequestFailed(output.error or "The request failed.")
+
+    def _count(self, sequence: _Sequence, tokens: int) -> None:
+        if not tokens:
+            return
+        now = time.monotonic()
+        if sequence.published == 0:
+            self._observe(self._observer.first_token, now - sequence.request.arrival)
+        else:
+            self._observe(self._observer.inter_token, now - sequence.last_published)
+        sequence.published += tokens
+        sequence.last_published = now
+        self._observe(self._observer.published, tokens)
+
+    def _finish(self, sequence: _Sequence, reason: Literal["stop", "length", "abort", "error"]) -> None:
+        self._open.pop(sequence.request.request_id, None)
+        sequence.stream._open.pop(sequence.request.request_id, None)
+        self._throughput.finished()
+        self._account(sequence, reason)
+
+    def _account(self, sequence: _Sequence, reason: Literal["stop", "length", "abort", "error"]) -> None:
+        request = sequence.request
+        if not sequence.timings.finished:
+            sequence.timings.finished = time.monotonic()
+        summary = RequestSummary(
+            request_id=request.request_id,
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_tokens=sequence.cached_tokens,
+            generated_tokens=sequence.published,
+            max_tokens=request.params.max_tokens or 0,
+            n=request.params.n,
+            finish_reason=reason,
+            num_preemptions=sequence.num_preemptions,
+            timings=sequence.timings,
+        )
+        self._observe(self._observer.finished, summary)
+
+    def _reject(self, reason: str) -> None:
+        self._observe(self._observer.rejected, reason)
+
+    @staticmethod
+    def _observe(callback: Callable[[Any], None] | None, value: Any) -> None:
+        """Who counts must never harm who serves."""
+        try:
+            if callback is not None:
+                callback(value)
+        except Exception:
+            logger.exception("an observer failed")
+
+    async def _watch(self) -> None:
+        """Takes an engine that has work and says nothing for dead."""
+        limit = self.limits.watchdog_timeout
+        while limit is not None:
+            await asyncio.sleep(min(limit / 4, 1.0))
+            silent = time.monotonic() - self._last_heard
+            if self._open and silent > limit and self.phase in ("ready", "draining"):
+                self._die(f"the engine has not answered for {silent:.0f} s (--watchdog-timeout {limit:g})")
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self._signal()
+
+    def _die(self, message: str) -> None:
+        if self.phase == "dead":
+            return
+        self.failure = message
+        self._enter("dead")
+        error = EngineDead(message)
+        for sequence in list(self._open.values()):
+            self._account(sequence, "error")
+            sequence.stream.fail(error)
+        self._open.clear()
+        for future in self._reports.values():
+            if not future.done():
+                future.set_exception(error)
+        self._reports.clear()
+
+    def _signal(self) -> None:
+        self._changed.set()
+
+    async def _next_change(self, timeout: float | None = None) -> None:
+        self._changed.clear()
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout)
+        except TimeoutError:
+            return

@@ -1,0 +1,143 @@
+"""Octavo without HTTP: the same core, driven from one thread."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from configs.settings import Settings
+from engine.admission import Envelope, admit
+from engine.build import build_core
+from engine.errors import RequestFailed
+from engine.messages import FinishReason, Launch, TextDelta, TokenLogprobs, TokenOutput
+from engine.sampling_params import SamplingParams
+from engine.served_model import ServedModel
+from engine.source import resolve
+from engine.text.output_processor import OutputProcessor
+
+Prompt = str | list[int]
+
+
+@dataclass
+class CompletionOutput:
+    """One choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """All choices of one prompt."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    cached_tokens: int = 0
+    """Prompt tokens that the first choice found in the cache."""
+    num_preemptions: int = 0
+
+
+class LLM:
+    """A model in this process.
+
+        llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct", dtype="float32")
+        print(llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text)
+
+    `settings` are the server's flags with underscores (see `octavo serve --help`). Raises `StartupError`.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        resolved = Settings.create({"model": model, **settings})
+        source = resolve(resolved.model)
+        served = ServedModel.load(source, resolved)
+        self.tokenizer, self.chat_renderer = served.tokenizer, served.chat
+        launch = Launch(str(source.path), served.name, resolved.model_dump(mode="json"))
+        self._core, self.info = build_core(launch, lambda loading: None)
+        self._next_id = 0
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Completes each prompt (text, or token ids), all together; results in the order of the prompts.
+
+        Raises `InvalidRequest` before anything runs, `RequestFailed` where a sequence fails.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
+        if len(each) != len(batch):
+            raise ValueError(f"{len(batch)} prompts need as many sampling params, or one; got {len(each)}")
+        return self._run([self._encode(prompt) for prompt in batch], each)
+
+    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+        """Answers one conversation."""
+        return self._run([(None, self.chat_renderer.render(messages))], [params or SamplingParams(max_tokens=None)])[0]
+
+    def memory_stats(self) -> dict[str, float]:
+        """total_pages, used_pages, cached_pages, free_pages, utilization, slot_utilization, active_requests,
+        bytes_per_page, bytes_per_token, total_bytes."""
+        return self._core.memory_stats()
+
+    def events(self, limit: int = 200) -> list[dict[str, Any]]:
+        """The KV manager's latest events with their reasons, newest last."""
+        return self._core.events(limit, None)
+
+    def shutdown(self) -> None:
+        """Frees the model and the pool. Safe to call twice."""
+        self._core.shutdown()
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
+        return None, list(prompt)
+
+    def _run(self, prompts: list[tuple[str | None, list[int]]], params: list[SamplingParams]) -> list[RequestOutput]:
+        results: list[RequestOutput] = []
+        waiting: dict[str, tuple[OutputProcessor, RequestOutput]] = {}
+        requests = []
+        for (text, ids), each in zip(prompts, params, strict=True):
+            self._next_id += 1
+            result = RequestOutput(text, ids, [CompletionOutput(index) for index in range(each.n)])
+            results.append(result)
+            for request in admit(ids, each, Envelope(request_id=f"offline-{self._next_id}"), self.info):
+                requests.append(request)
+                processor = OutputProcessor(self.tokenizer, request.params, index=request.index)
+                waiting[request.request_id] = (processor, result)
+        for request in requests:
+            self._core.add(request)
+        try:
+            while waiting:
+                for output in self._core.step():
+                    self._take(output, waiting)
+        finally:
+            self._core.abort(list(waiting), "abort")
+        return results
+
+    def _take(self, output: TokenOutput, waiting: dict[str, tuple[OutputProcessor, RequestOutput]]) -> None:
+        if output.request_id not in waiting:
+            return
+        if output.finish_reason == "error":
+            raise RequestFailed(output.error or "the request failed")
+        processor, result = waiting[output.request_id]
+        result.num_preemptions = max(result.num_preemptions, output.num_preemptions)
+        delta = processor.push(output)
+        if delta is not None:
+            if delta.index == 0:
+                result.cached_tokens = max(result.cached_tokens, output.cached_tokens)
+            _append(result.outputs[delta.index], delta)
+        if processor.finished:
+            del waiting[output.request_id]
+            if processor.must_abort:
+                self._core.abort([output.request_id], "stop")
+
+
+def _append(choice: CompletionOutput, delta: TextDelta) -> None:
+    choice.text += delta.text
+    choice.token_ids.extend(delta.token_ids)
+    if delta.logprobs is not None:
+        choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
+    choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason

@@ -1,0 +1,93 @@
+"""Weights of a GGUF file under Hugging Face's names, dequantised tensor by tensor."""
+
+import math
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from configs.gguf_file import GGUFFile, GGUFTensor
+from configs.model import ModelConfig
+from engine.errors import StartupError
+
+READABLE = (
+    Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
+)  # fmt: skip
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.*.attn_norm": "model.layers.*.input_layernorm",
+    "blk.*.attn_q": "model.layers.*.self_attn.q_proj",
+    "blk.*.attn_k": "model.layers.*.self_attn.k_proj",
+    "blk.*.attn_v": "model.layers.*.self_attn.v_proj",
+    "blk.*.attn_output": "model.layers.*.self_attn.o_proj",
+    "blk.*.ffn_norm": "model.layers.*.post_attention_layernorm",
+    "blk.*.ffn_gate": "model.layers.*.mlp.gate_proj",
+    "blk.*.ffn_up": "model.layers.*.mlp.up_proj",
+    "blk.*.ffn_down": "model.layers.*.mlp.down_proj",
+}
+"""llama.cpp's names -> Hugging Face's, without the part; `*` for the layer's number."""
+ROPE_DIVISORS = "rope_freqs.weight"
+"""Not a weight: `RopeConfig.divisors` has it."""
+
+
+class GGUFSource:
+    """A GGUF file of a Llama-family model. Raises `StartupError` for a type that is not read and for a file cut short."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.where = str(path)
+        self._config = config
+        file = GGUFFile.read(path)
+        self._tensors = {_name(name): tensor for name, tensor in file.tensors.items() if name != ROPE_DIVISORS}
+        for tensor in self._tensors.values():
+            if tensor.offset + _bytes(tensor, self.where) > file.size:
+                raise StartupError(
+                    f"--model: {path} is incomplete: it ends before {tensor.name} does; download it again."
+                )
+        self._data = np.memmap(path, mode="r")
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """fp32, a fresh tensor."""
+        tensor = self._tensors[name]
+        data = self._data[tensor.offset : tensor.offset + _bytes(tensor, self.where)]
+        values = gguf.quants.dequantize(data.reshape(*tensor.shape[:-1], -1), Kind(tensor.type))
+        if ".attn_q." in tensor.name:
+            values = _half_split(values, self._config.num_heads)
+        elif ".attn_k." in tensor.name:
+            values = _half_split(values, self._config.num_kv_heads)
+        return torch.from_numpy(np.require(values, np.float32, ("C", "W")))
+
+
+def _name(name: str) -> str:
+    """Hugging Face's name of a tensor; the file's own where it has none, for the message about it."""
+    stem, _, part = name.rpartition(".")
+    layer = re.search(r"(?<=^blk\.)\d+", stem)
+    pattern = re.sub(r"^blk\.\d+", "blk.*", stem)
+    if pattern not in NAMES:
+        return name
+    return f"{NAMES[pattern]}.{part}".replace("*", layer.group() if layer else "*")
+
+
+def _bytes(tensor: GGUFTensor, where: str) -> int:
+    """Bytes of a tensor in the file."""
+    if tensor.type not in READABLE:
+        known = {kind.value: kind.name for kind in Kind}
+        raise StartupError(
+            f"--model: {where}: {tensor.name} is stored as {known.get(tensor.type, f'type {tensor.type}')}; read are "
+            f"{', '.join(kind.name for kind in READABLE)}."
+        )
+    block, size = gguf.GGML_QUANT_SIZES[Kind(tensor.type)]
+    if not tensor.shape or tensor.shape[-1] % block:
+        raise StartupError(f"--model: {where} is damaged: {tensor.name} has shape {list(tensor.shape)}.")
+    return math.prod(tensor.shape) // block * size
+
+
+def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of Q and K in the order (i, i + D/2) of Hugging Face; llama.cpp's converter interleaves the two halves."""
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,36 @@
+"""From token ids to vectors, and from vectors to logits."""
+
+import torch
+from torch.nn import functional
+
+from engine.model.base import Loadable
+from engine.model.layers.linear import Linear
+
+
+class Embedding(Loadable):
+    weight: torch.Tensor
+
+    def __init__(self, vocab_size: int, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(vocab_size, size, dtype=dtype))
+
+    def part_shapes(self, shard: str) -> dict[str, tuple[int, ...]]:
+        return {"weight": tuple(self.weight.shape)}
+
+    def load_part(self, shard: str, part: str, tensor: torch.Tensor) -> None:
+        self.weight.copy_(tensor)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, size], a fresh tensor"""
+        return functional.embedding(input_ids, self.weight)
+
+
+class Head(Linear):
+    """Vectors to logits. Packed even where tied to the embedding: a gather wants plain rows, a product does not."""
+
+    def __init__(self, vocab_size: int, size: int, dtype: torch.dtype) -> None:
+        super().__init__(size, {"": vocab_size}, bias=False, dtype=dtype)
+
+    def tie(self, embedding: Embedding) -> None:
+        """Takes the embedding's table as its weight."""
+        self.load_part("", "weight", embedding.weight)

@@ -1,0 +1,49 @@
+"""Linear layers: several projections of one input fused into one packed weight."""
+
+from collections.abc import Mapping
+
+import torch
+
+from engine.model.base import Loadable
+from kernels import ops
+
+
+class Linear(Loadable):
+    """y = x W^T + b. Shards are row ranges of W in the order given; the weight is packed when the last one has come.
+
+    Until then the rows gather in a plain buffer, given up once packed: loading needs one such buffer beside the model.
+    """
+
+    def __init__(self, in_features: int, shards: Mapping[str, int], bias: bool, dtype: torch.dtype) -> None:
+        """shards: name -> rows (output features)."""
+        super().__init__()
+        self.in_features, self.out_features = in_features, sum(shards.values())
+        self.has_bias, self.dtype = bias, dtype
+        self._rows: dict[str, slice] = {}
+        start = 0
+        for name, size in shards.items():
+            self._rows[name] = slice(start, start + size)
+            start += size
+        self._pending = {(shard, part) for shard in shards for part in self.part_shapes(shard)}
+        self._gathered: dict[str, torch.Tensor] = {}
+        self._packed: ops.PackedLinear | None = None
+
+    def part_shapes(self, shard: str) -> dict[str, tuple[int, ...]]:
+        rows = self._rows[shard]
+        size = rows.stop - rows.start
+        return {"weight": (size, self.in_features)} | ({"bias": (size,)} if self.has_bias else {})
+
+    def load_part(self, shard: str, part: str, tensor: torch.Tensor) -> None:
+        if part not in self._gathered:
+            shape = (self.out_features, self.in_features) if part == "weight" else (self.out_features,)
+            self._gathered[part] = torch.empty(shape, dtype=self.dtype)
+        self._gathered[part][self._rows[shard]].copy_(tensor)
+        self._pending.remove((shard, part))
+        if not self._pending:
+            self._packed = ops.pack_linear(self._gathered["weight"], self._gathered.get("bias"))
+            self._gathered = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features] -> [T, out_features]"""
+        assert self._packed is not None, "weights are not loaded"
+        return ops.linear(x, self._packed)

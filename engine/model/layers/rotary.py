@@ -1,0 +1,88 @@
+"""Rotary position encoding (Su et al. 2021, arXiv:2104.09864) and its scalings to longer windows.
+
+Frequencies are fixed when the model is loaded, from the effective window. transformers' `dynamic` looks at the longest
+position of the batch instead, so that company would change an answer and cached keys would go stale.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from configs.model import ModelConfig, RopeConfig
+from kernels import ops
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables of cos and sin, fp32 [window, head_dim / 2]: one row a position."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, config: ModelConfig, window: int) -> None:
+        super().__init__()
+        frequencies = inverse_frequencies(config.rope, config.head_dim, config.max_position, window)
+        angles = torch.arange(window, dtype=torch.float32)[:, None] * frequencies
+        self.register_buffer("cos", angles.cos() * config.rope.attention_factor, persistent=False)
+        self.register_buffer("sin", angles.sin() * config.rope.attention_factor, persistent=False)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
+        """Rotates q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place; positions: int64 [T]."""
+        ops.rotary(q, k, positions, self.cos, self.sin)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int, max_position: int, window: int) -> torch.Tensor:
+    """fp32 [head_dim / 2]: radians a position for each pair of dims."""
+    base = rope.theta
+    if rope.kind == "dynamic":
+        base = _dynamic_base(rope, head_dim, max_position, window)
+    periods = base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    plain = 1.0 / periods
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "divisors":
+        return plain / torch.tensor(rope.divisors, dtype=torch.float32)
+    if rope.kind == "llama3":
+        return _llama3(plain, rope)
+    if rope.kind == "yarn":
+        ramp = _yarn_ramp(rope, head_dim)
+        return 1.0 / (rope.factor * periods) * ramp + plain * (1.0 - ramp)
+    return plain
+
+
+def _dynamic_base(rope: RopeConfig, head_dim: int, max_position: int, window: int) -> float:
+    """NTK-aware scaling: a base grown just enough for `window`; the plain base up to the window of training."""
+    if window <= max_position:
+        return rope.theta
+    growth = rope.factor * window / max_position - (rope.factor - 1.0)
+    return rope.theta * math.pow(growth, head_dim / (head_dim - 2))
+
+
+def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Llama 3.1: long waves divided by the factor, short ones kept, a smooth mix between (Meta's `apply_scaling`)."""
+    wavelength = 2.0 * math.pi / plain
+    longest = rope.original_max_position / rope.low_freq_factor
+    shortest = rope.original_max_position / rope.high_freq_factor
+    kept = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    mixed = (1.0 - kept) * plain / rope.factor + kept * plain
+    scaled = torch.where(wavelength > longest, plain / rope.factor, mixed)
+    return torch.where(wavelength < shortest, plain, scaled)
+
+
+def _yarn_ramp(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): 0 for fast dims, which stay, 1 for slow ones, which are divided."""
+
+    def dimension_of(rotations: float) -> float:
+        """The dim that turns `rotations` times within the window of training."""
+        turns = rope.original_max_position / (rotations * 2.0 * math.pi)
+        return head_dim * math.log(turns) / (2.0 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    return ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)

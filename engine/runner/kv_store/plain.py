@@ -1,0 +1,52 @@
+"""The KV pool, and K and V stored unquantised in the layer's own format."""
+
+import mmap
+
+import numpy as np
+import torch
+
+from configs.kv import KVSpec
+from configs.errors import StartupError
+from engine.model.interface import ForwardBatch
+from kernels import ops
+
+HUGE_PAGE = 2 * 1024 * 1024
+
+
+def allocate_pool(num_blocks: int, block_bytes: int) -> torch.Tensor:
+    """uint8 [num_blocks, block_bytes], zeroed, 2 MiB aligned, in transparent huge pages where the system has them.
+
+    The system commits memory when a block is first written. Raises `StartupError` if it refuses the reservation.
+    """
+    size = num_blocks * block_bytes
+    try:
+        memory = _anonymous(size + HUGE_PAGE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise StartupError(
+            f"A KV pool of {num_blocks} blocks ({size / 2**30:.2f} GiB) cannot be allocated ({error}): "
+            "lower --kv-cache-memory-bytes or --num-gpu-blocks-override."
+        ) from error
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE
+    return torch.from_numpy(whole[start : start + size]).view(num_blocks, block_bytes)
+
+
+def _anonymous(size: int) -> mmap.mmap:
+    """Zeroed private memory. A mapping that is shared (the default of `mmap`) would never get huge pages."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+class PlainStore:
+    """`KVStore` for fp32, bf16 and fp16."""
+
+    def __init__(self, pool: torch.Tensor, spec: KVSpec) -> None:
+        self.pool, self.spec = pool, spec
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:
+        """k, v: [T, kv_heads, head_dim], any row stride, model dtype."""
+        ops.store_kv(k, v, self.pool, self.spec, layer, batch.slot_mapping)

@@ -1,0 +1,116 @@
+"""Finds, builds if need be, and loads the native library; says which instruction sets of it this CPU can run."""
+
+import ctypes
+import ctypes.util
+import functools
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.cpu.build import ISA_FLAGS, BuildError, cached_library, installed_library
+
+ISAS = tuple(ISA_FLAGS)
+"""Instruction sets, weakest first: baseline, avx2, avx512, avx512bf16, amx."""
+
+ISA_TITLES = dict(zip(ISAS, ("portable", "AVX2", "AVX-512", "AVX-512 bf16", "AMX bf16"), strict=True))
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """The loaded library. Entries are named `octavo_NAME` or, one an instruction set, `octavo_NAME_ISA`."""
+
+    path: Path
+    handle: ctypes.CDLL
+    cpu_isas: tuple[str, ...]
+    """Instruction sets that this CPU runs, weakest first."""
+
+    @property
+    def isa(self) -> str:
+        """The strongest instruction set of this CPU."""
+        return self.cpu_isas[-1]
+
+    def refusal(self, name: str, isa: str) -> str | None:
+        """Why entry `octavo_NAME_ISA` cannot be used here, in words, or None if it can."""
+        if isa not in self.cpu_isas:
+            return f"this CPU or its operating system has no {ISA_TITLES[isa]}"
+        if not hasattr(self.handle, f"octavo_{name}_{isa}"):
+            return f"the compiler that built {self.path.name} has no {ISA_TITLES[isa]}"
+        return None
+
+    def function(self, name: str, argtypes: Sequence[Any], restype: Any = None) -> Callable[..., Any]:
+        """Entry `octavo_NAME`, its types set. Raises AttributeError where there is none."""
+        prototype = ctypes.CFUNCTYPE(restype, *argtypes)
+        return prototype((f"octavo_{name}", self.handle))
+
+
+@functools.cache
+def load() -> NativeLibrary | None:
+    """The library: as installed, else from the user's cache, compiled there on first use.
+
+    None where it cannot be had (`refusal` says why); a warning is given once.
+    """
+    outcome = _attempt()
+    if isinstance(outcome, NativeLibrary):
+        return outcome
+    warnings.warn(f"no native kernels: {outcome}. Slow torch code serves instead.", RuntimeWarning, stacklevel=2)
+    return None
+
+
+def refusal() -> str | None:
+    """Why `load()` gives None, in words; None if it gives a library."""
+    outcome = _attempt()
+    return None if isinstance(outcome, NativeLibrary) else outcome
+
+
+@functools.cache
+def _attempt() -> NativeLibrary | str:
+    try:
+        path = find_library(default_cache())
+        return open_library(path)
+    except (BuildError, OSError) as error:
+        return str(error)
+
+
+def default_cache() -> Path:
+    """The user's folder for compiled kernels."""
+    return Path.home() / ".cache" / "octavo" / "kernels"
+
+
+def find_library(cache: Path) -> Path:
+    """The installed library of the current sources, else the one in folder `cache`. Raises BuildError."""
+    installed = installed_library()
+    return installed if installed.exists() else cached_library(cache)
+
+
+def open_library(path: Path) -> NativeLibrary:
+    """Loads the library at `path` against torch's OpenMP runtime. Raises OSError."""
+    ctypes.CDLL(openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
+    handle = ctypes.CDLL(str(path))
+    bits = handle.octavo_cpu_isas()
+    usable = ("baseline", *(isa for index, isa in enumerate(ISAS[1:]) if bits >> index & 1))
+    return NativeLibrary(path, handle, usable)
+
+
+def openmp_runtime() -> str:
+    """The OpenMP runtime of this process (the one torch has loaded), else one of torch's or the system's.
+
+    Two runtimes would keep two pools of threads that spin against each other. Raises OSError where there is none.
+    """
+    pattern = re.compile(r"/lib(gomp|iomp5|omp)[-.\w]*\.so[.\d]*$")
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            path = line.rstrip("\n").partition("/")
+            if pattern.search(path[1] + path[2]):
+                return path[1] + path[2]
+    package = Path(torch.__file__).parent
+    for folder in (package / "lib", package.parent / "torch.libs"):
+        for candidate in sorted(folder.glob("lib*omp*.so*")):
+            return str(candidate)
+    if name := ctypes.util.find_library("gomp"):
+        return name
+    raise OSError("no OpenMP runtime: torch has loaded none and the system has no libgomp")

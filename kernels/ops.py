@@ -1,0 +1,154 @@
+"""One public function per op. Each states and asserts its shape contract; `kernels.registry` picks who computes it.
+
+T tokens of a step, B sequences, Hq query heads, Hkv key/value heads, D head_dim, H hidden size. The result for a row
+depends on that row only (in attention: on its own sequence up to it), bit for bit: never on T, B, the row's place or
+the number of threads. Broken contracts are bugs of the caller and end in AssertionError.
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+from configs.kv import KVFormat, KVSpec
+from kernels.registry import choose
+
+KV_DTYPES = {KVFormat.FP32: torch.float32, KVFormat.BF16: torch.bfloat16, KVFormat.FP16: torch.float16}
+"""The torch dtype in which each format is stored."""
+
+
+class PackedLinear(Protocol):
+    """A weight laid out for the implementation that will multiply by it. Made by `pack_linear`."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features] -> [T, out_features], dtype of the weight."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [T, H], weight: [H], one dtype -> [T, H].
+
+    Root mean square layer norm (Zhang and Sennrich 2019): fp32 inside, rounded once to x's dtype before the weight is
+    multiplied, as transformers does.
+    """
+    assert x.dim() == 2 and weight.shape == x.shape[1:] and weight.dtype == x.dtype, (x.shape, weight.shape, x.dtype)
+    normed: torch.Tensor = _serve("rms_norm", x)(x, weight, eps)
+    return normed
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x, residual: [T, H], weight: [H], one dtype -> [T, H].
+
+    Adds x to `residual` IN PLACE (rounded to the dtype) and returns the `rms_norm` of the sum.
+    """
+    assert x.dim() == 2 and residual.shape == x.shape and weight.shape == x.shape[1:], (x.shape, residual.shape)
+    assert x.dtype == residual.dtype == weight.dtype, (x.dtype, residual.dtype, weight.dtype)
+    normed: torch.Tensor = _serve("add_rms_norm", x)(x, residual, weight, eps)
+    return normed
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotates q [T, Hq, D] and k [T, Hkv, D] IN PLACE by the angles of `positions` (int64 [T]).
+
+    cos, sin: fp32 [P, D / 2], one row a position. Pairs are (i, i + D / 2) ("neox"); fp32 arithmetic, rounded once.
+    q and k may be views of one buffer: any row stride, heads and dims dense. (RoPE: Su et al. 2021.)
+    """
+    assert q.dim() == k.dim() == 3 and q.shape[0] == k.shape[0] == positions.shape[0], (q.shape, k.shape)
+    assert q.shape[2] == k.shape[2] == 2 * cos.shape[1] and cos.shape == sin.shape, (q.shape, cos.shape)
+    assert q.dtype == k.dtype and cos.dtype == sin.dtype == torch.float32 and positions.dtype == torch.int64
+    _serve("rotary", q)(q, k, positions, cos, sin)
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """x: [T, 2 I] -> [T, I]: silu(x[:, :I]) * x[:, I:] (SwiGLU: Shazeer 2020).
+
+    silu in fp32, rounded to x's dtype before the product, as transformers does.
+    """
+    assert x.dim() == 2 and x.shape[1] % 2 == 0, x.shape
+    gated: torch.Tensor = _serve("silu_mul", x)(x)
+    return gated
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    """weight: [N, K], bias: [N] or None, one dtype. Lays the weight out once, at load."""
+    assert weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]), weight.shape
+    assert bias is None or bias.dtype == weight.dtype, bias.dtype
+    packed: PackedLinear = _serve("pack_linear", weight)(weight, bias)
+    return packed
+
+
+def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """x: [T, K] -> x @ weight.T + bias: [T, N], dtype of x, which is the weight's."""
+    assert x.dim() == 2 and x.shape[1] == packed.in_features, (x.shape, packed.in_features)
+    return packed(x)
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, spec: KVSpec, layer: int, slot_mapping: torch.Tensor
+) -> None:
+    """Writes k, v [T, Hkv, D] into `pool` (uint8 [blocks, block_bytes], laid out by `spec`) at a layer.
+
+    slot_mapping: int64 [T], block x block_size + offset; -1 is skipped; no slot occurs twice. Any row stride, heads and
+    dims dense; dtype that of the layer's format.
+    """
+    kind = spec.layers[layer]
+    assert k.dim() == 3 and k.shape == v.shape and k.shape[1:] == (kind.kv_heads, kind.head_dim), (k.shape, kind)
+    assert k.dtype == v.dtype == KV_DTYPES[kind.format] and slot_mapping.dtype == torch.int64, (k.dtype, kind.format)
+    assert slot_mapping.shape == k.shape[:1] and slot_mapping.is_contiguous(), slot_mapping.shape
+    assert _rows_dense(k) and _rows_dense(v), (k.stride(), v.stride())
+    _assert_pool(pool, spec)
+    _serve("store_kv", k)(k, v, pool, spec, layer, slot_mapping)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    spec: KVSpec,
+    layer: int,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of q [T, Hq, D] over the pages of each row's sequence -> [T, Hq * D], q's dtype.
+
+    block_tables: int32 [B, max_blocks], entries past a sequence's last block are never read; query_start: int32
+    [B + 1], rows [query_start[b], query_start[b + 1]) are the last ones of sequence b; seq_lens: int32 [B], context
+    length including these rows. Row i of n sees the first seq_len - n + i + 1 tokens; slots beyond contribute nothing,
+    whatever they hold. q: any row stride, heads and dims dense, dtype of the layer's format. Hq is a multiple of Hkv;
+    query heads [h * Hq / Hkv, (h + 1) * Hq / Hkv) read key/value head h.
+    """
+    kind = spec.layers[layer]
+    assert q.dim() == 3 and q.shape[2] == kind.head_dim and q.shape[1] % kind.kv_heads == 0, (q.shape, kind)
+    assert q.dtype == KV_DTYPES[kind.format] and _rows_dense(q), (q.dtype, kind.format, q.stride())
+    assert block_tables.dim() == 2 and block_tables.dtype == query_start.dtype == seq_lens.dtype == torch.int32
+    assert query_start.shape[0] == seq_lens.shape[0] + 1 == block_tables.shape[0] + 1, (query_start, seq_lens)
+    assert block_tables.stride(1) == 1 and query_start.is_contiguous() and seq_lens.is_contiguous()
+    _assert_pool(pool, spec)
+    serve = _serve("paged_attention", q)
+    out: torch.Tensor = serve(q, pool, spec, layer, block_tables, query_start, seq_lens, scale)
+    return out
+
+
+def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+    """Copies whole blocks inside `pool` (uint8 [blocks, block_bytes]): (source, destination) pairs, in order."""
+    assert pool.dim() == 2 and pool.dtype == torch.uint8 and pool.is_contiguous(), (pool.shape, pool.dtype)
+    _serve("copy_blocks", pool)(pool, pairs)
+
+
+def _serve(op: str, tensor: torch.Tensor) -> Any:
+    return choose(op, tensor.device.type, tensor.dtype).function
+
+
+def _rows_dense(x: torch.Tensor) -> bool:
+    """[T, H, D] with heads and dims contiguous inside a row."""
+    return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
+
+
+def _assert_pool(pool: torch.Tensor, spec: KVSpec) -> None:
+    assert pool.dim() == 2 and pool.dtype == torch.uint8 and pool.is_contiguous(), (pool.shape, pool.dtype)
+    assert pool.shape[1] == spec.block_bytes, (pool.shape, spec.block_bytes)

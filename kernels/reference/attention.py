@@ -1,0 +1,64 @@
+"""The KV pool and paged attention in plain torch. Contracts: `kernels.ops`; layout: `configs.kv`."""
+
+import torch
+
+from configs.kv import KVFormat, KVPart, KVSpec
+
+DTYPES = {KVFormat.FP32: torch.float32, KVFormat.BF16: torch.bfloat16, KVFormat.FP16: torch.float16}
+
+
+def pool_view(pool: torch.Tensor, part: KVPart) -> torch.Tensor:
+    """The numbers of one part in all blocks, [blocks, *part.shape], sharing memory with `pool`."""
+    return pool[:, part.offset : part.offset + part.nbytes].view(DTYPES[part.format]).view(-1, *part.shape)
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, spec: KVSpec, layer: int, slot_mapping: torch.Tensor
+) -> None:
+    k_part, v_part = spec.parts[layer]
+    pair = k_part.format.pair
+    keep = slot_mapping >= 0
+    block, offset = slot_mapping[keep] // spec.block_size, slot_mapping[keep] % spec.block_size
+    # the indexed dimensions come first in the result: [rows, Hkv, D / pair, pair] and [rows, Hkv, D]
+    pool_view(pool, k_part)[block, :, :, offset] = k[keep].reshape(-1, k.shape[1], k.shape[2] // pair, pair)
+    pool_view(pool, v_part)[block, :, offset // pair, :, offset % pair] = v[keep]
+
+
+def gather_kv(
+    pool: torch.Tensor, spec: KVSpec, layer: int, blocks: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the first `length` tokens in `blocks`: copies, fp32, [Hkv, length, D]."""
+    k_part, v_part = spec.parts[layer]
+    index = blocks[: spec.blocks_for_tokens(length)].long()
+    k = pool_view(pool, k_part)[index].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
+    v = pool_view(pool, v_part)[index].permute(1, 0, 2, 4, 3).flatten(1, 3)
+    return k[:, :length].float(), v[:, :length].float()
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    spec: KVSpec,
+    layer: int,
+    block_tables: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    kv_heads = spec.layers[layer].kv_heads
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    for b, length in enumerate(lengths):
+        k, v = gather_kv(pool, spec, layer, block_tables[b], length)
+        first, last = starts[b], starts[b + 1]
+        for row in range(first, last):
+            seen = length - (last - 1 - row)
+            heads = q[row].float().view(kv_heads, -1, q.shape[2])  # [Hkv, G, D]
+            weights = torch.softmax(heads @ k[:, :seen].mT * scale, dim=-1)
+            out[row] = (weights @ v[:, :seen]).flatten(0, 1).to(q.dtype)
+    return out.flatten(1)
+
+
+def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+    for source, destination in pairs:
+        pool[destination].copy_(pool[source])

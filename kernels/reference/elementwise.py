@@ -1,0 +1,27 @@
+"""Norms, rotary embedding and gates in plain torch. Contracts: `kernels.ops`."""
+
+import torch
+from torch.nn import functional
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    for x in (q, k):
+        first, second = x.float().chunk(2, dim=-1)
+        x.copy_(torch.cat((first * c - second * s, second * c + first * s), dim=-1))
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate) * up

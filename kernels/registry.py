@@ -1,0 +1,89 @@
+"""Which implementation serves an op: (op, device, dtype) -> function, and why each other one was refused.
+
+A provider module lists `CANDIDATES`, best first. `choose` asks them in order and takes the first that accepts; every
+other one leaves a `Refused` with its reason in words, for the start-up block and whoever asks why a machine is slow.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PROVIDERS = ("kernels.cpu.attention", "kernels.cpu.linear", "kernels.cpu.elementwise", "kernels.reference")
+"""Modules with a `CANDIDATES` tuple, in order of preference. The reference comes last and accepts everything."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The candidate serves: `function` has the signature of the op in `kernels.ops`."""
+
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The candidate does not serve here."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation of one op."""
+
+    op: str
+    name: str
+    """As people read it: "C++ AVX-512 bf16", "torch reference"."""
+    offer: Callable[[str, torch.dtype], Accepted | Refused]
+    """(device type, dtype) -> the function, or why not. May be slow (compile, probe): asked once a process."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What serves an op on a device in a dtype."""
+
+    op: str
+    device: str
+    dtype: torch.dtype
+    name: str
+    function: Callable[..., Any]
+    refused: tuple[tuple[str, str], ...]
+    """(name, reason) of each other candidate, in order of preference."""
+
+    def __str__(self) -> str:
+        others = "; ".join(f"{name}: {reason}" for name, reason in self.refused)
+        return f"{self.op}: {self.name}" + (f" (not {others})" if others else "")
+
+
+class NoImplementation(RuntimeError):
+    """No candidate accepts. The message lists what was tried and why each was refused."""
+
+
+@functools.cache
+def candidates(op: str) -> tuple[Candidate, ...]:
+    """All implementations of `op`, best first."""
+    modules = [importlib.import_module(name) for name in PROVIDERS if importlib.util.find_spec(name)]
+    return tuple(candidate for module in modules for candidate in module.CANDIDATES if candidate.op == op)
+
+
+@functools.cache
+def choose(op: str, device: str, dtype: torch.dtype) -> Choice:
+    """The implementation that serves `op` on `device` ("cpu", "cuda") in `dtype`. Raises NoImplementation."""
+    chosen: tuple[str, Callable[..., Any]] | None = None
+    refused = []
+    for candidate in candidates(op):
+        offer = candidate.offer(device, dtype)
+        if isinstance(offer, Refused):
+            refused.append((candidate.name, offer.reason))
+        elif chosen is None:
+            chosen = candidate.name, offer.function
+        else:
+            refused.append((candidate.name, f"{chosen[0]} is preferred"))
+    if chosen is None:
+        tried = "; ".join(f"{name}: {reason}" for name, reason in refused) or "no candidates"
+        raise NoImplementation(f"nothing implements {op} on {device} in {dtype} ({tried})")
+    return Choice(op, device, dtype, *chosen, tuple(refused))

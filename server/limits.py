@@ -1,0 +1,55 @@
+"""Bounds on what one connection may make the server hold, checked before anything is built from it."""
+
+import asyncio
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+
+from server.errors import HTTPError, Problem
+
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class HTTPLimits:
+    body_bytes: int = 16 * MEBIBYTE
+    """Largest request body. A window of a million tokens, escaped, is about half of it."""
+    body_seconds: float = 60.0
+    """Time a client has to deliver its body."""
+    stall_seconds: float = 60.0
+    """Time a reader may leave a stream's bytes unread before its request is aborted."""
+    encode_inline_chars: int = 4096
+    """Texts up to this length are tokenised on the event loop; longer ones in a thread, so that they delay nobody."""
+
+
+async def read_body(request: Request, limits: HTTPLimits) -> bytes:
+    """The whole body. Raises `HTTPError` 413 or 408, `ClientDisconnect` when the client is gone."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
+        raise _too_large(limits, {})  # the transport drops what the client has yet to send
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limits.body_bytes:
+                    raise _too_large(limits, {"connection": "close"})
+                chunks.append(chunk)
+    except TimeoutError:
+        message = f"The request body did not arrive within {limits.body_seconds:g} seconds."
+        raise HTTPError(Problem(408, message, code="request_timeout", headers={"connection": "close"})) from None
+    return b"".join(chunks)
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client has gone. For requests whose body has been read."""
+    try:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+    except ClientDisconnect:
+        return
+
+
+def _too_large(limits: HTTPLimits, headers: dict[str, str]) -> HTTPError:
+    message = f"The request body is larger than {limits.body_bytes} bytes."
+    return HTTPError(Problem(413, message, code="request_too_large", headers=headers))

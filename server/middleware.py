@@ -1,0 +1,66 @@
+"""The outermost layer: a request id in and out, the last catch of errors, HTTP metrics and the access log.
+
+Plain ASGI: `receive` goes through untouched, so that a disconnect reaches the handler at once.
+"""
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.auth import PROBES
+from server.errors import problem_of
+from server.metrics import Metrics
+
+access = logging.getLogger("octavo.access")
+logger = logging.getLogger("octavo.server")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+=/-]{1,128}", re.ASCII)
+_QUIET = PROBES | {"/metrics"}
+"""Paths that are asked every few seconds: neither counted nor logged."""
+
+
+def request_id_from(text: str | None) -> str:
+    """A client's own id where it is harmless in headers and logs, a fresh one otherwise."""
+    return text if text and _REQUEST_ID.fullmatch(text) else uuid.uuid4().hex
+
+
+class RequestContext:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        request_id = request_id_from(Headers(scope=scope).get("x-request-id"))
+        scope.setdefault("state", {})["request_id"] = request_id
+        started, status = time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            logger.exception("request %s failed", request_id)
+            if status == 0:
+                await problem_of(error).response()(scope, receive, send_with_id)
+        finally:
+            self._account(scope, status, time.monotonic() - started, request_id)
+        return None
+
+    def _account(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
+        if scope["path"] in _QUIET:
+            return
+        # The template, not the path: labels must stay few whatever clients ask for.
+        handler = getattr(scope.get("route"), "path", "none")
+        self._metrics.http_request(handler, scope["method"], status, seconds)
+        access.info("%s %r %d %.3fs id=%s", scope["method"], scope["path"], status or 499, seconds, request_id)

@@ -1,0 +1,57 @@
+"""From the bytes of a request body to a checked model, or to a 400 that names the field."""
+
+import re
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from engine import InvalidRequest
+
+_FIELD = re.compile(r"[a-z_][a-z0-9_]*", re.ASCII)
+_UNION_TAGS = frozenset({"str", "int", "float", "bool", "dict", "list"})
+
+
+class Body(BaseModel):
+    """Base of all request shapes: unknown fields are ignored, numbers are finite."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=())
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse(shape: type[AnyBody], body: bytes) -> AnyBody:
+    """Raises `InvalidRequest` with the dotted path of the first bad field, e.g. 'messages.0.role'.
+
+    The parser itself bounds nesting, so that a deeply nested body is an ordinary 400.
+    """
+    try:
+        return shape.model_validate_json(body)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False, include_context=False, include_input=False)) from None
+
+
+def _explain(details: list[Any]) -> InvalidRequest:
+    first = details[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"The request body is not valid JSON: {_plain(first['msg'])}.", None, "invalid_json")
+    param = _path(first["loc"])
+    # The members of a union fail one by one: what each of them would have taken belongs into one sentence.
+    reasons = dict.fromkeys(_plain(detail["msg"]) for detail in details if _path(detail["loc"]) == param)
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    subject = f"{param}: " if param else ""
+    return InvalidRequest(subject + " or ".join(reasons), param or None, code)
+
+
+def _path(location: Iterable[str | int]) -> str:
+    """pydantic's location without the names of union members ('str', 'list[str]', 'TextPart')."""
+    kept = []
+    for part in location:
+        if isinstance(part, int) or (_FIELD.fullmatch(part) and part not in _UNION_TAGS):
+            kept.append(str(part))
+    return ".".join(kept)
+
+
+def _plain(message: str) -> str:
+    return message.removeprefix("Value error, ").removeprefix("Invalid JSON: ")
