@@ -146,7 +146,7 @@ def _parse_flags(argv: Sequence[str]) -> _Source:
     for argument in rest:
         if argument.startswith("-") and argument != "--":
             name = argument.split("=")[0]
-            raise SettingsError(f"unknown flag {name}{did_you_mean('--' + name.lstrip('-'), _known_flags())}.")
+            raise SettingsError(f"unknown flag {name}{did_you_mean('--' + name.lstrip('-'), _known_flags())}")
     result = _Source()
     for name, value in vars(found).items():
         result.set(name, value, flag(name))
@@ -204,7 +204,7 @@ def _read_environment(environ: Mapping[str, str]) -> _Source:
         if not variable.startswith(PREFIX) or _is_service_link(variable, value):
             continue
         if variable not in known:
-            raise SettingsError(f"unknown variable {variable}{did_you_mean(variable, known)}.")
+            raise SettingsError(f"unknown variable {variable}{did_you_mean(variable, known)}")
         if value:
             name = known[variable]
             is_list = name in FIELDS and _is_list(name)
@@ -234,7 +234,7 @@ def _read_yaml(path: Path) -> _Source:
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         document = loader.get_single_node()
-        if document is None:
+        if document is None or document.tag == "tag:yaml.org,2002:null":
             return _Source()
         if not isinstance(document, yaml.MappingNode):
             raise SettingsError(f"--config {path} must hold lines of the form 'name: value'.")
@@ -257,7 +257,7 @@ def _read_keys(pairs: Iterable[tuple[str, Any]], path: Path) -> _Source:
         name = key.replace("-", "_")
         if name not in FIELDS:
             known = [flag(each)[2:] for each in FIELDS]
-            raise SettingsError(f"unknown key {key!r} in {path}{did_you_mean(key.replace('_', '-'), known)}.")
+            raise SettingsError(f"unknown key {key!r} in {path}{did_you_mean(key.replace('_', '-'), known)}")
         if name in result.values:
             raise SettingsError(f"{key!r} stands twice in {path}.")
         result.set(name, value, str(path))

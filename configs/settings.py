@@ -289,11 +289,11 @@ class Settings(BaseModel):
         """
         for name in values:
             if name not in cls.model_fields:
-                raise SettingsError(f"unknown setting {name!r}{did_you_mean(name, cls.model_fields)}.")
+                raise SettingsError(f"unknown setting {name!r}{did_you_mean(name, cls.model_fields)}")
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            raise SettingsError(_sentence(error.errors(include_url=False)[0], origins or {})) from None
+            raise SettingsError(_sentence(error.errors(include_url=False)[0], values, origins or {})) from None
 
     @property
     def bind_host(self) -> str:
@@ -315,19 +315,20 @@ def extra(field: FieldInfo, key: Literal["group", "metavar"]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """': did you mean X?' without the question mark, or nothing when no known name is near."""
+    """The end of a sentence about an unknown name: ": did you mean 'X'?", or '.' when no known name is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
-    return f": did you mean {near[0]!r}" if near else ""
+    return f": did you mean {near[0]!r}?" if near else "."
 
 
-def _sentence(error: ErrorDetails, origins: Mapping[str, str]) -> str:
-    """One pydantic error in words: '--port must be less than or equal to 65535, got '70000' (from OCTAVO_PORT).'"""
+def _sentence(error: ErrorDetails, values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """One pydantic error in words: "--port must be less than or equal to 65535, got '70000' (from OCTAVO_PORT)." """
     message = error["msg"].removeprefix("Value error, ")
-    if not error["loc"]:
+    if not error["loc"]:  # about several fields; says all itself
         return f"{message}."
     name = str(error["loc"][0])
     message = re.sub(r"^Input should be", "must be", message).split(", unable")[0].split(", got")[0]
-    value = "" if name in SECRET_FIELDS else f", got {error['input']!r}"
+    given = values[name] if len(error["loc"]) == 1 else error["input"]
+    value = "" if name in SECRET_FIELDS else f", got {given!r}"
     origin = origins.get(name, "")
     source = f" (from {origin})" if origin and not origin.startswith("--") else ""
     return f"{flag(name)} {message}{value}{source}."

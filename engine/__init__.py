@@ -4,11 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.admission import Envelope as Envelope
-    from engine.build import load_served_model as load_served_model
     from engine.client import EngineClient as EngineClient
     from engine.client import QueueLimits as QueueLimits
-    from engine.client import RequestStream as RequestStream
-    from engine.client import ServedModel as ServedModel
     from engine.errors import EngineDead as EngineDead
     from engine.errors import InvalidRequest as InvalidRequest
     from engine.errors import NotReady as NotReady
@@ -25,7 +22,9 @@ if TYPE_CHECKING:
     from engine.messages import Stats as Stats
     from engine.messages import TextDelta as TextDelta
     from engine.messages import TokenLogprobs as TokenLogprobs
+    from engine.request_stream import RequestStream as RequestStream
     from engine.sampling_params import SamplingParams as SamplingParams
+    from engine.served_model import ServedModel as ServedModel
     from engine.source import resolve as resolve
     from engine.text.tokenizer import Tokenizer as Tokenizer
 
@@ -35,10 +34,9 @@ _EXPORTS = {
     # what the server builds on
     "EngineClient": "engine.client",
     "QueueLimits": "engine.client",
-    "RequestStream": "engine.client",
-    "ServedModel": "engine.client",
+    "RequestStream": "engine.request_stream",
+    "ServedModel": "engine.served_model",
     "Envelope": "engine.admission",
-    "load_served_model": "engine.build",
     "resolve": "engine.source",
     "Tokenizer": "engine.text.tokenizer",
     # messages

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ from engine.admission import Envelope, admit
 from engine.errors import EngineDead, InvalidRequest, NotReady, Overloaded, RequestFailed, StartupError
 from engine.messages import (
     AbortRequests,
-    AddRequest,
     EngineFailed,
     EngineLoading,
     EngineReady,
@@ -32,12 +31,12 @@ from engine.messages import (
     Shutdown,
     Stats,
     StepOutputs,
-    TextDelta,
     Timings,
     ToEngine,
     TokenOutput,
 )
 from engine.ports import NoObserver, Observer
+from engine.request_stream import RequestStream, Sequence
 from engine.sampling_params import SamplingParams
 from engine.served_model import ServedModel
 from engine.supervisor import ChildProcess
@@ -64,78 +63,6 @@ class QueueLimits:
     """Seconds without a word from an engine that has work, after which it is taken for dead."""
     stall_timeout: float = 60.0
     """Seconds a reader may leave its text unread before its request is aborted."""
-
-
-@dataclass
-class _Sequence:
-    """One choice: what the client knows of it."""
-
-    request: AddRequest
-    stream: "RequestStream"
-    processor: OutputProcessor
-    timings: Timings
-    cached_tokens: int = 0
-    num_preemptions: int = 0
-    published: int = 0
-    last_published: float = 0.0
-
-
-class RequestStream:
-    """Deltas of all choices of one request, in the order they come. Ends when every choice has finished."""
-
-    def __init__(self, client: "EngineClient", prompt_tokens: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self._client = client
-        self._open: dict[str, _Sequence] = {}
-        self._pending: deque[TextDelta] = deque()
-        self._pending_since = 0.0
-        self._wake = asyncio.Event()
-        self._error: Exception | None = None
-
-    def __aiter__(self) -> AsyncIterator[TextDelta]:
-        return self
-
-    async def __anext__(self) -> TextDelta:
-        """Raises `RequestFailed` or `EngineDead` once all earlier deltas have been read."""
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if not self._open:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        self._pending_since = time.monotonic()
-        return self._pending.popleft()
-
-    def abort(self) -> None:
-        """Nobody reads any more: every choice still open ends now. Idempotent."""
-        self._client.abort(list(self._open.values()))
-        self._open.clear()
-        self._wake.set()
-
-    def deliver(self, delta: TextDelta) -> None:
-        """Queues a delta; while the reader lags, deltas of one choice are merged, so that what waits stays bounded."""
-        last = self._pending[-1] if self._pending else None
-        if last is not None and last.index == delta.index and last.finish_reason is None:
-            last.text += delta.text
-            last.token_ids.extend(delta.token_ids)
-            if delta.logprobs:
-                last.logprobs = [*(last.logprobs or ()), *delta.logprobs]
-            last.finish_reason, last.stop_reason = delta.finish_reason, delta.stop_reason
-            last.timings, last.num_preemptions = delta.timings or last.timings, delta.num_preemptions
-        else:
-            if not self._pending:
-                self._pending_since = time.monotonic()
-            self._pending.append(delta)
-        self._wake.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = self._error or error
-        self._open.clear()
-        self._wake.set()
-
-    def is_stalled(self, limit: float) -> bool:
-        return bool(self._pending) and time.monotonic() - self._pending_since > limit
 
 
 @dataclass
@@ -176,7 +103,7 @@ class EngineClient:
         self.failure = ""
         self._observer: Observer = observer or NoObserver()
         self._on_loading = on_loading
-        self._open: dict[str, _Sequence] = {}
+        self._open: dict[str, Sequence] = {}
         self._sent = 0
         self._unreceived: deque[tuple[int, int]] = deque()
         self._throughput = _Throughput()
@@ -255,22 +182,22 @@ class EngineClient:
         self._die(f"the engine process {ending}")
 
     # ------------------------------------------------------------------ requests
-    async def submit(self, prompt_token_ids: list[int], params: SamplingParams, envelope: Envelope) -> "RequestStream":
-        """Queues n sequences. Raises before anything is queued: `InvalidRequest`, `ContextLengthExceeded`, `Overloaded`,
-        `NotReady`, `EngineDead`."""
+    async def submit(self, prompt_token_ids: list[int], params: SamplingParams, envelope: Envelope) -> RequestStream:
+        """Queues n sequences. Raises before anything is queued: `InvalidRequest`, `ContextLengthExceeded`,
+        `Overloaded`, `NotReady`, `EngineDead`."""
         info = self._require_ready()
         requests = admit(prompt_token_ids, params, envelope, info)
         self._require_room(len(requests), len(requests) * len(prompt_token_ids))
         if any(request.request_id in self._open for request in requests):
             raise InvalidRequest(f"A request with the id {envelope.request_id!r} is already running.", "request_id")
-        stream = RequestStream(self, len(prompt_token_ids))
+        stream = RequestStream(self.abort, len(prompt_token_ids))
         for request in requests:
             if self.limits.queue_timeout is not None:
                 latest = request.arrival + self.limits.queue_timeout
                 request.deadline = min(request.deadline or latest, latest)
             processor = OutputProcessor(self.model.tokenizer, request.params, index=request.index)
-            sequence = _Sequence(request, stream, processor, Timings(request.arrival))
-            self._open[request.request_id] = stream._open[request.request_id] = sequence
+            sequence = Sequence(request, stream, processor, Timings(request.arrival))
+            self._open[request.request_id] = stream.open[request.request_id] = sequence
             if len(self._open) == 1:
                 self._last_heard = request.arrival  # an idle engine is rightly silent: the watchdog counts from here
             self._sent += 1
@@ -278,7 +205,7 @@ class EngineClient:
             self._send(request)
         return stream
 
-    def abort(self, sequences: Sequence[_Sequence]) -> None:
+    def abort(self, sequences: list[Sequence]) -> None:
         """Ends sequences whose reader is gone."""
         alive = [s for s in sequences if self._open.pop(s.request.request_id, None) is not None]
         if alive:
@@ -386,7 +313,7 @@ class EngineClient:
         if not self._open:
             self._signal()
 
-    def _take_output(self, sequence: _Sequence, output: TokenOutput, stopped: list[str]) -> None:
+    def _take_output(self, sequence: Sequence, output: TokenOutput, stopped: list[str]) -> None:
         sequence.timings = output.timings or sequence.timings
         sequence.num_preemptions = output.num_preemptions
         sequence.cached_tokens = max(sequence.cached_tokens, output.cached_tokens)
@@ -411,7 +338,7 @@ class EngineClient:
             sequence.stream.fail(RequestFailed("The reader of this stream has stalled."))
             self.abort([s for s in self._open.values() if s.stream is sequence.stream])
 
-    def _failure_of(self, sequence: _Sequence, output: TokenOutput) -> Exception:
+    def _failure_of(self, sequence: Sequence, output: TokenOutput) -> Exception:
         deadline = sequence.request.deadline
         if sequence.timings.first_scheduled == 0.0 and deadline is not None and time.monotonic() >= deadline:
             self._reject("queue_timeout")
@@ -419,7 +346,7 @@ class EngineClient:
             return Overloaded(text, self._throughput.seconds_for(max(self.num_queued, 1)), "queue_timeout")
         return RequestFailed(output.error or "The request failed.")
 
-    def _count(self, sequence: _Sequence, tokens: int) -> None:
+    def _count(self, sequence: Sequence, tokens: int) -> None:
         if not tokens:
             return
         now = time.monotonic()
@@ -431,13 +358,13 @@ class EngineClient:
         sequence.last_published = now
         self._observe(self._observer.published, tokens)
 
-    def _finish(self, sequence: _Sequence, reason: Literal["stop", "length", "abort", "error"]) -> None:
+    def _finish(self, sequence: Sequence, reason: Literal["stop", "length", "abort", "error"]) -> None:
         self._open.pop(sequence.request.request_id, None)
-        sequence.stream._open.pop(sequence.request.request_id, None)
+        sequence.stream.open.pop(sequence.request.request_id, None)
         self._throughput.finished()
         self._account(sequence, reason)
 
-    def _account(self, sequence: _Sequence, reason: Literal["stop", "length", "abort", "error"]) -> None:
+    def _account(self, sequence: Sequence, reason: Literal["stop", "length", "abort", "error"]) -> None:
         request = sequence.request
         if not sequence.timings.finished:
             sequence.timings.finished = time.monotonic()

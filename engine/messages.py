@@ -2,8 +2,8 @@
 
     AddRequest ─> scheduler ─> StepPlan ─> executor ─> StepResult ─> scheduler ─> TokenOutput ─> TextDelta ─> SSE
 
-Ids of token rows ("slots") are positions in [0, max_num_seqs): the scheduler hands them out, the runner keeps one row of
-state (tokens, block table, sampling parameters, generator) in each.
+Slots are positions in [0, max_num_seqs): the scheduler hands them out, the runner keeps one row of state (tokens, block
+table, sampling parameters) in each.
 """
 
 from typing import Any, Literal
@@ -240,8 +240,8 @@ class Transfer(msgspec.Struct):
 class StepPlan(msgspec.Struct):
     """Who computes how many tokens. Columns `slots`, `num_tokens` and `samples` run in parallel, decode rows first.
 
-    The executor applies, in this order: `freed_slots`, `new_rows`, `new_blocks`, `transfers`, `copies`, then the forward
-    pass; within it every layer stores all rows' K and V before any row attends.
+    The executor applies, in this order: `freed_slots`, `new_rows`, `new_blocks`, `transfers`, `copies`, then the
+    forward pass; within it every layer stores all rows' K and V before any row attends.
     """
 
     step: int

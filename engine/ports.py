@@ -9,8 +9,8 @@ from engine.messages import RequestSummary, Stats, StepPlan, StepResult
 class Executor(Protocol):
     """Runs plans on a model. One caller, one thread; plans come in step order.
 
-    `forward` may return before the work is done; `sample` waits for it. With overlap the loop calls `forward(N+1)` before
-    `sample(N)`: rows whose last token is still to come then take it from the runner's own rows.
+    `forward` may return before the work is done; `sample` waits for it. With overlap the loop calls `forward(N+1)`
+    before `sample(N)`: rows whose last token is still to come then take it from the runner's own rows.
     """
 
     def forward(self, plan: StepPlan) -> Any:
@@ -57,7 +57,7 @@ class Observer(Protocol):
         """Once for each sequence, whatever its end."""
 
     def rejected(self, reason: str) -> None:
-        """Refused at the door; `reason` is bounded: max_num_queued_reqs, max_num_queued_tokens, draining, loading, dead."""
+        """Refused: max_num_queued_reqs, max_num_queued_tokens, queue_timeout, draining, loading or dead."""
 
     def step(self, stats: Stats) -> None:
         """Every snapshot."""

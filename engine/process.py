@@ -128,7 +128,7 @@ class EngineServer:
             self._send(StepOutputs([], self._stats(core)))
 
     def _add(self, core: EngineCore, request: AddRequest) -> None:
-        """The API process has validated the request; whatever the core refuses all the same fails that request alone."""
+        """The API process has validated it; what the core refuses all the same fails that request alone."""
         try:
             core.add(request)
         except InvalidRequest as error:

@@ -57,7 +57,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._range("n", self.n, 1, MAX_N)
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}.", "max_tokens", "invalid_value")
+            raise InvalidRequest(
+                f"max_tokens must be at least 1, got {self.max_tokens}.", "max_tokens", "invalid_value"
+            )
         if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
             raise InvalidRequest(
                 f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}.",
@@ -68,7 +70,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequest(f"top_p must be above 0 and at most 1, got {self.top_p}.", "top_p", "invalid_value")
         if self.top_k < -1:
-            raise InvalidRequest(f"top_k must be -1 (off), 0 (off) or positive, got {self.top_k}.", "top_k", "invalid_value")
+            raise InvalidRequest(
+                f"top_k must be -1 (off), 0 (off) or positive, got {self.top_k}.", "top_k", "invalid_value"
+            )
         self._range("min_p", self.min_p, 0.0, 1.0)
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
             raise InvalidRequest(
@@ -96,7 +100,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token, bias in (self.logit_bias or {}).items():
             if not -100.0 <= bias <= 100.0:
                 raise InvalidRequest(
-                    f"logit_bias must be between -100 and 100, got {bias} for token {token}.", "logit_bias", "invalid_value"
+                    f"logit_bias must be between -100 and 100, got {bias} for token {token}.",
+                    "logit_bias",
+                    "invalid_value",
                 )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty.", "allowed_token_ids", "invalid_value")

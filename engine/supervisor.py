@@ -24,7 +24,7 @@ class ChildProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def spawn(self, launch: Launch) -> None:
-        """Never inherits the user's __main__ or working directory: `-P` keeps a stray configs.py from shadowing ours."""
+        """Inherits no __main__ and no working directory: `-P` keeps a stray configs.py from shadowing ours."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "engine.process", self.address, stdin=asyncio.subprocess.PIPE
         )

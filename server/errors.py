@@ -38,12 +38,11 @@ class Problem:
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
 
-    def envelope(self) -> bytes:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+    def body(self) -> dict[str, dict[str, str | None]]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        return Response(self.envelope(), self.status, dict(self.headers), media_type="application/json")
+        return Response(msgspec.json.encode(self.body()), self.status, self.headers, media_type="application/json")
 
 
 class HTTPError(Exception):
@@ -73,7 +72,12 @@ def problem_of(error: Exception) -> Problem:
         case RequestValidationError():
             return _problem_of_query(error)
         case HTTPException():
-            return Problem(error.status_code, _sentence(error), code=_ROUTING_CODES.get(error.status_code), headers=error.headers or {})
+            return Problem(
+                error.status_code,
+                _sentence(error),
+                code=_ROUTING_CODES.get(error.status_code),
+                headers=error.headers or {},
+            )
         case _:
             return Problem(500, "The server met an internal error.", code="internal_error", headers=NO_RETRY)
 

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from server.errors import HTTPError, Problem
 
@@ -43,11 +43,8 @@ async def read_body(request: Request, limits: HTTPLimits) -> bytes:
 
 async def disconnected(request: Request) -> None:
     """Returns when the client has gone. For requests whose body has been read."""
-    try:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-    except ClientDisconnect:
-        return
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _too_large(limits: HTTPLimits, headers: dict[str, str]) -> HTTPError:

@@ -33,6 +33,8 @@ LATENCY = (
 HTTP_LATENCY = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0,
 )  # fmt: skip
+COUNTERS = tuple(name for name in Stats.__struct_fields__ if name.endswith("_total") and name != "pages_total")
+"""Fields of the snapshot that only ever grow."""
 HTTP_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 
 
@@ -182,10 +184,9 @@ class Metrics:
 
 def _joined(earlier: Stats, later: Stats) -> Stats:
     sums: dict[str, int | float | dict[str, int]] = {}
-    for name in Stats.__struct_fields__:
-        if name.endswith("_total"):
-            old, new = getattr(earlier, name), getattr(later, name)
-            sums[name] = _merged(old, new) if isinstance(new, dict) else old + new
+    for name in COUNTERS:
+        old, new = getattr(earlier, name), getattr(later, name)
+        sums[name] = _merged(old, new) if isinstance(new, dict) else old + new
     return msgspec.structs.replace(Stats(), **sums)
 
 

@@ -91,7 +91,9 @@ def test_budgets(path: Path) -> None:
         assert not isinstance(node, ast.Global), f"{relative}:{node.lineno}: global"  # type: ignore[attr-defined]
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= 60 or f"{relative}:{node.name}" in LONG_FUNCTIONS, f"{relative}:{node.name}: {length} lines"
+            assert length <= 60 or f"{relative}:{node.name}" in LONG_FUNCTIONS, (
+                f"{relative}:{node.name}: {length} lines"
+            )
             if node.name == "__init__":
                 parameters = len(node.args.args) + len(node.args.kwonlyargs) - 1
                 assert parameters <= 8, f"{relative}:{node.lineno}: constructor with {parameters} parameters"
@@ -126,13 +128,17 @@ def run_python(code: str, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("module", ["engine.core.loop", "engine.client", "engine.text.tokenizer", "server.app", "server.cli"])
+@pytest.mark.parametrize(
+    "module", ["engine.core.loop", "engine.client", "engine.text.tokenizer", "server.app", "server.cli"]
+)
 def test_loads_no_torch(module: str) -> None:
     run_python(f"import sys, {module}; assert 'torch' not in sys.modules, 'torch'")
 
 
 def test_transformers_imports_beside_our_kernels() -> None:
-    run_python("from transformers import AutoModelForCausalLM, LlamaForCausalLM; import kernels; print(kernels.__doc__)")
+    run_python(
+        "from transformers import AutoModelForCausalLM, LlamaForCausalLM; import kernels; print(kernels.__doc__)"
+    )
 
 
 def test_exports_resolve() -> None:

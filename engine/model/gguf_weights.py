@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -14,7 +15,8 @@ from configs.model import ModelConfig
 from engine.errors import StartupError
 
 READABLE = (
-    Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
+    Kind.F32, Kind.F16, Kind.BF16,
+    Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
 )  # fmt: skip
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -36,7 +38,10 @@ ROPE_DIVISORS = "rope_freqs.weight"
 
 
 class GGUFSource:
-    """A GGUF file of a Llama-family model. Raises `StartupError` for a type that is not read and for a file cut short."""
+    """A GGUF file of the Llama family. Raises `StartupError` for a type that is not read and for a file cut short."""
+
+    where: str
+    shapes: Mapping[str, tuple[int, ...]]
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.where = str(path)
@@ -48,7 +53,7 @@ class GGUFSource:
                 raise StartupError(
                     f"--model: {path} is incomplete: it ends before {tensor.name} does; download it again."
                 )
-        self._data = np.memmap(path, mode="r")
+        self._data = np.memmap(path, mode="r").view(np.ndarray)  # slices of a memmap object itself are slow
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:

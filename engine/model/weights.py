@@ -1,4 +1,4 @@
-"""Weights from disk into a model's modules: one tensor at a time, every name and shape checked before the first is read.
+"""Weights from disk into a model, one tensor at a time; all names and shapes are checked before the first is read.
 
 Memory: the model, one tensor and one fused weight. Safetensors files are mapped, not read; GGUF is in `gguf_weights`.
 """
@@ -88,24 +88,28 @@ def _count(shape: tuple[int, ...]) -> int:
 class SafetensorsSource:
     """One file, or several with or without an index. Raises `StartupError` for what is missing or damaged."""
 
+    where: str
+    shapes: Mapping[str, tuple[int, ...]]
+
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
+        index = _index(folder)
+        shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Any] = {}
         """Weight name -> open file that holds it"""
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        index = _index(folder)
         for path in _files(folder, index):
             file = _open(path)
-            for name in file.keys():
+            for name in list(file.keys()):
                 if index is not None and index.get(name) != path.name:
                     continue
                 if name in self._files:
                     raise StartupError(f"--model: {folder}: {name} is in more than one file, and there is no {INDEX}.")
                 self._files[name] = file
-                self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                shapes[name] = tuple(file.get_slice(name).get_shape())
         for name, file_name in (index or {}).items():
-            if name not in self._files:
+            if name not in shapes:
                 raise StartupError(f"--model: {folder}: {INDEX} says that {name} is in {file_name}, but it is not.")
+        self.shapes = shapes
 
     def read(self, name: str) -> torch.Tensor:
         try:

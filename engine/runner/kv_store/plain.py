@@ -5,8 +5,8 @@ import mmap
 import numpy as np
 import torch
 
-from configs.kv import KVSpec
 from configs.errors import StartupError
+from configs.kv import KVSpec
 from engine.model.interface import ForwardBatch
 from kernels import ops
 

@@ -120,7 +120,7 @@ class SamplingColumns:
 
     def _extras(self, row: NewRow) -> Extras | None:
         params = row.params
-        penalised = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        penalised = params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
         if not (params.logit_bias or params.allowed_token_ids or params.bad_words or params.min_tokens or penalised):
             return None
         bias = params.logit_bias or {}

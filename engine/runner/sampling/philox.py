@@ -36,4 +36,5 @@ def uniforms(seeds: U64, indices: U64, positions: U64) -> npt.NDArray[np.float64
     counter = np.stack([positions & _LOW, positions >> _HALF, indices, np.zeros_like(indices)])
     words = philox4x32(counter, np.stack([seeds & _LOW, seeds >> _HALF]))
     bits = (words[0] << np.uint64(20)) | (words[1] >> np.uint64(12))
-    return bits.astype(np.float64) * 2.0**-52
+    result: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-52
+    return result

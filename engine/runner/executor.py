@@ -1,0 +1,157 @@
+"""The executor of one process and one device: rows, model and sampler in a line."""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.messages import NewRow, RowResult, StepPlan, StepResult
+from engine.ports import Masks
+from engine.runner.model_runner import ModelRunner
+from engine.runner.request_rows import Slots
+from engine.runner.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams
+
+WARM_UP_TOKENS = 256
+"""Tokens of the warm-up's prompts, all together."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A step between `forward` and `sample`."""
+
+    step: int
+    slots: Slots
+    """The sampling rows, in plan order."""
+    logits: torch.Tensor | None
+    result: StepResult | None = None
+
+
+class SingleExecutor:
+    """`engine.ports.Executor` on a `ModelRunner`.
+
+    With overlap, `forward` of the next step comes before `sample` of this one: it first draws this step's tokens into
+    the rows, where the next step's inputs are read. So a step with grammar masks must be sampled before the next
+    `forward`; what was drawn without them cannot be taken back.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.rows = runner, runner.rows
+        self.sampler = Sampler(runner.rows, runner.config.vocab_size, runner.config.eos_token_ids)
+        self._open: StepHandle | None = None
+        """The last step, until its tokens are drawn."""
+
+    def forward(self, plan: StepPlan) -> StepHandle:
+        """Applies the plan and runs the model. Raises what the model raises; the rows have then computed nothing."""
+        if self._open is not None:
+            self._finish(self._open, None)
+        for slot in plan.freed_slots:
+            self.sampler.columns.release(slot)
+        self.runner.apply(plan)
+        for row in plan.new_rows:
+            self._admit(row)
+        logits = self.runner.forward(plan)
+        sampling = [slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
+        self._open = StepHandle(plan.step, np.array(sampling, np.int64), logits)
+        return self._open
+
+    def sample(self, handle: StepHandle, masks: Masks | None) -> StepResult:
+        """Draws one token for each sampling row, or tells why one has none."""
+        if handle.result is None:
+            return self._finish(handle, masks)
+        if masks:
+            raise ValueError(f"step {handle.step} was drawn before its grammar masks came")
+        return handle.result
+
+    def shutdown(self) -> None:
+        """Drops the step in flight. Safe to call twice; memory goes with the last reference to the runner."""
+        self._open = None
+
+    def warm_up(self) -> None:
+        """Runs a prefill-like and a decode-like step, so that the first request finds kernels chosen and memory mapped.
+
+        Call it before any request: it uses the first slots and blocks, and leaves both as they were.
+        """
+        limits, spec = self.runner.limits, self.runner.spec
+        count = min(limits.max_num_seqs, self.runner.pool.shape[0], 8)
+        length = min(WARM_UP_TOKENS // count, limits.max_model_len - 2, limits.max_num_batched_tokens // count)
+        length = max(1, min(length, self.runner.pool.shape[0] // count * spec.block_size - 1))
+        blocks = spec.blocks_for_tokens(length + 1)
+        params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
+        rows = [
+            NewRow(
+                slot=slot,
+                request_id=f"warm-up-{slot}",
+                token_ids=[0] * length,
+                num_prompt_tokens=length,
+                params=params if slot % 2 else SamplingParams(temperature=0.0),
+                index=0,
+                block_ids=list(range(slot * blocks, (slot + 1) * blocks)),
+                num_computed=0,
+            )
+            for slot in range(count)
+        ]
+        self.sample(self.forward(_plan(list(range(count)), length, rows)), None)
+        self.sample(self.forward(_plan(list(range(count)), 1, [])), None)
+        self.forward(_plan([], 0, [], freed=list(range(count))))
+        self.shutdown()
+        self.runner.pool[: count * blocks] = 0
+
+    def _admit(self, row: NewRow) -> None:
+        """A row that cannot be sampled as asked fails alone, when its first token is due."""
+        try:
+            self.sampler.columns.admit(row)
+        except Exception as error:
+            log.warning("sampling parameters of request %s refused", row.request_id, exc_info=True)
+            self.rows.faults.setdefault(row.slot, str(error))
+
+    @torch.inference_mode()
+    def _finish(self, handle: StepHandle, masks: Masks | None) -> StepResult:
+        """Draws, appends to the rows, and lets the logits go."""
+        slots, logits = handle.slots, handle.logits
+        results: list[RowResult] = []
+        if len(slots):
+            assert logits is not None and logits.shape[0] == len(slots), logits
+            sampled = self.sampler.sample(logits, slots, masks)
+            numbers, token_ids = slots.tolist(), sampled.token_ids.tolist()
+            for place, message in sampled.faults.items():
+                self.rows.faults.setdefault(numbers[place], message)
+            results = [RowResult(slot, [token]) for slot, token in zip(numbers, token_ids, strict=True)]
+            for place, logprobs in sampled.logprobs.items():
+                results[place].logprobs = [logprobs]
+            failed = self._fail(results)
+            if failed:
+                good = [place for place, slot in enumerate(numbers) if slot not in failed]
+                slots, numbers, token_ids = slots[good], slots[good].tolist(), [token_ids[place] for place in good]
+            self.rows.append_tokens(slots, np.array(token_ids, np.int64))
+            self.sampler.columns.record(numbers, token_ids)
+        handle.result = StepResult(handle.step, results)
+        handle.logits = self._open = None
+        return handle.result
+
+    def _fail(self, results: list[RowResult]) -> set[int]:
+        """Turns the results of rows with faults into errors; their slots."""
+        failed: set[int] = set()
+        for result in results if self.rows.faults else ():
+            fault = self.rows.faults.get(result.slot)
+            if fault is not None:
+                result.token_ids, result.logprobs, result.error = [], None, fault
+                failed.add(result.slot)
+        return failed
+
+
+def _plan(slots: list[int], num_tokens: int, new_rows: list[NewRow], freed: list[int] | None = None) -> StepPlan:
+    return StepPlan(
+        step=-1,
+        slots=slots,
+        num_tokens=[num_tokens] * len(slots),
+        samples=[True] * len(slots),
+        new_rows=new_rows,
+        new_blocks=[],
+        copies=[],
+        transfers=[],
+        freed_slots=freed or [],
+    )

@@ -1,0 +1,3 @@
+#include "attention.h"
+
+extern "C" int32_t octavo_attention_bf16_avx512bf16(const AttentionCall *call) { return paged_attention<Bf16>(*call); }

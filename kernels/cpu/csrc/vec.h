@@ -1,0 +1,158 @@
+// Float vectors of the instruction set that the including file is compiled for. `Vec`: W floats, `Units`: W times 32 bits.
+// Every multiply-add is explicit and every reduction has a fixed order, so results do not depend on the compiler.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+
+constexpr int W = 16;
+using Vec = __m512;
+using Units = __m512i;
+
+inline Vec load(const float *p) { return _mm512_loadu_ps(p); }
+inline void store(float *p, Vec v) { _mm512_storeu_ps(p, v); }
+inline Units load_units(const uint32_t *p) { return _mm512_loadu_si512(p); }
+inline Vec splat(float x) { return _mm512_set1_ps(x); }
+inline Units splat_unit(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+// The second operand wins where one is not a number.
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline float max_of(Vec v) { return _mm512_reduce_max_ps(v); }
+inline Vec as_floats(Units u) { return _mm512_castsi512_ps(u); }
+inline Units and_units(Units a, Units b) { return _mm512_and_si512(a, b); }
+inline Units shift_up_16(Units u) { return _mm512_slli_epi32(u, 16); }
+// Lanes from n on become -inf.
+inline Vec keep_first(Vec v, int n) {
+    if (n >= W) return v;
+    return _mm512_mask_mov_ps(splat(-INFINITY), n <= 0 ? 0 : (1u << n) - 1, v);
+}
+inline Vec round_even(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// 2 to the power of a whole number in [-127, 127]; 0 for -127.
+inline Vec exp2_whole(Vec v) {
+    return as_floats(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(127)), 23));
+}
+
+#elif defined(__AVX2__)
+
+constexpr int W = 8;
+using Vec = __m256;
+using Units = __m256i;
+
+inline Vec load(const float *p) { return _mm256_loadu_ps(p); }
+inline void store(float *p, Vec v) { _mm256_storeu_ps(p, v); }
+inline Units load_units(const uint32_t *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
+inline Vec splat(float x) { return _mm256_set1_ps(x); }
+inline Units splat_unit(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline float max_of(Vec v) {
+    __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+}
+inline Vec as_floats(Units u) { return _mm256_castsi256_ps(u); }
+inline Units and_units(Units a, Units b) { return _mm256_and_si256(a, b); }
+inline Units shift_up_16(Units u) { return _mm256_slli_epi32(u, 16); }
+inline Vec keep_first(Vec v, int n) {
+    if (n >= W) return v;
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_blendv_ps(splat(-INFINITY), v, as_floats(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes)));
+}
+inline Vec round_even(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec exp2_whole(Vec v) {
+    return as_floats(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(v), _mm256_set1_epi32(127)), 23));
+}
+
+#else
+
+// Four lanes by the compiler's vector extension: any architecture. No fused multiply-add: product and sum round apart.
+constexpr int W = 4;
+typedef float Vec __attribute__((vector_size(16)));
+typedef uint32_t Units __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(16)));
+
+inline Vec load(const float *p) {
+    Vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+inline void store(float *p, Vec v) { memcpy(p, &v, sizeof v); }
+inline Units load_units(const uint32_t *p) {
+    Units v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+inline Vec splat(float x) { return Vec{x, x, x, x}; }
+inline Units splat_unit(uint32_t x) { return Units{x, x, x, x}; }
+inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec sub(Vec a, Vec b) { return a - b; }
+inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+inline Vec select(Ints mask, Vec yes, Vec no) { return (Vec)(((Ints)yes & mask) | ((Ints)no & ~mask)); }
+inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+inline float max_of(Vec v) {
+    float best = v[0];
+    for (int i = 1; i < W; i++) best = v[i] > best || v[i] != v[i] ? v[i] : best;
+    return best;
+}
+inline Vec as_floats(Units u) { return (Vec)u; }
+inline Units and_units(Units a, Units b) { return a & b; }
+inline Units shift_up_16(Units u) { return u << 16; }
+inline Vec keep_first(Vec v, int n) { return select(Ints{0, 1, 2, 3} < Ints{n, n, n, n}, v, splat(-INFINITY)); }
+// Adding and taking away 1.5 x 2^23 leaves no fraction bits; for |v| < 2^22.
+inline Vec round_even(Vec v) { return v + splat(12582912.0f) - splat(12582912.0f); }
+inline Vec exp2_whole(Vec v) {
+    const Ints n = (Ints)(v + splat(12582912.0f)) - 0x4b400000;
+    return (Vec)((n + 127) << 23);
+}
+
+#endif
+
+// Lane after lane, the first ones first.
+inline float sum_of(Vec v) {
+    float lanes[W], sum = 0;
+    store(lanes, v);
+    for (float lane : lanes) sum += lane;
+    return sum;
+}
+
+// 2^x for x <= 0, within 1 ulp; exactly 1 at 0, 0 below -126.5 (for -inf too), NaN for NaN. The polynomial is the minimax
+// one of degree 6 on [-0.5, 0.5] among those that are 1 at 0.
+inline Vec exp2_negative(Vec x) {
+    x = max(splat(-127.0f), x);
+    const Vec whole = round_even(x);
+    const Vec f = sub(x, whole);
+    Vec p = splat(0x1.41fbbcp-13f);
+    p = fma(p, f, splat(0x1.5f3e54p-10f));
+    p = fma(p, f, splat(0x1.3b2d4cp-7f));
+    p = fma(p, f, splat(0x1.c6aee8p-5f));
+    p = fma(p, f, splat(0x1.ebfbdcp-3f));
+    p = fma(p, f, splat(0x1.62e43p-1f));
+    p = fma(p, f, splat(1.0f));
+    return mul(p, exp2_whole(whole));
+}
+
+inline uint16_t to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return static_cast<uint16_t>(bits >> 16 | 0x40);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+}  // namespace

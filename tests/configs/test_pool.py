@@ -1,0 +1,158 @@
+"""How the pool gets its size, and the window that follows."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.errors import SettingsError
+from configs.kv import KVFormat, KVSpec, LayerKV
+from configs.pool import AUTO_BYTES, PoolPlan, resolve_num_blocks
+from configs.settings import Settings
+
+GIB = 1024**3
+SMOLLM2 = KVSpec((LayerKV(3, 64, KVFormat.BF16),) * 30, 16)
+"""368,640 bytes a block."""
+
+
+def plan(
+    spec: KVSpec = SMOLLM2,
+    model_max_len: int = 8192,
+    available: int = 16 * GIB,
+    weights: int = 269_000_000,
+    **given: object,
+) -> PoolPlan:
+    return resolve_num_blocks(
+        Settings(**given), spec, model_max_len=model_max_len, available_bytes=available, weight_bytes=weights
+    )
+
+
+def refusal(**arguments: object) -> str:
+    with pytest.raises(SettingsError) as caught:
+        plan(**arguments)
+    message = str(caught.value)
+    assert message.endswith(".") and "\n" not in message
+    return message
+
+
+# ---------------------------------------------------------------- which setting decides
+def test_override_before_bytes_before_utilization():
+    both = {"kv_cache_memory_bytes": "1GiB", "gpu_memory_utilization": 0.5}
+    assert plan(num_gpu_blocks_override=100, **both).num_blocks == 100
+    assert plan(**both).num_blocks == GIB // SMOLLM2.block_bytes
+    assert plan(gpu_memory_utilization=0.5).num_blocks == (8 * GIB - 269_000_000) // SMOLLM2.block_bytes
+
+
+def test_default_is_capped_for_a_laptop():
+    result = plan()
+    assert result.num_blocks == AUTO_BYTES // SMOLLM2.block_bytes and "4 GiB" in result.decided_by
+    assert result.pool_bytes <= AUTO_BYTES and result.num_tokens == result.num_blocks * 16
+    assert result.max_model_len == 8192 and result.notes == ()
+
+
+def test_default_takes_half_of_what_the_weights_leave():
+    result = plan(available=3 * GIB, weights=GIB)
+    assert result.num_blocks == GIB // SMOLLM2.block_bytes and "half" in result.decided_by
+
+
+def test_default_takes_no_more_than_all_sequences_can_use():
+    result = plan(max_num_seqs=2, max_model_len=1000)
+    assert result.num_blocks == 2 * 63 and "--max-num-seqs 2" in result.decided_by
+    assert plan(max_num_seqs=2, max_model_len=1000, gpu_memory_utilization=0.5).num_blocks > 126  # asked for: all of it
+
+
+def test_utilization_has_no_cap():
+    assert plan(gpu_memory_utilization=1.0).pool_bytes > AUTO_BYTES
+
+
+# ---------------------------------------------------------------- the window
+def test_window_is_the_smallest_of_three():
+    assert plan(model_max_len=512).max_model_len == 512
+    assert plan(max_model_len="1k").max_model_len == 1000
+    assert plan(num_gpu_blocks_override=4).max_model_len == 64
+
+
+def test_a04_window_lowered_to_the_pool_with_a_note():
+    """The scenario's figures: 16 pages of 4 tokens under --max-model-len 4096."""
+    spec = KVSpec((LayerKV(2, 16, KVFormat.FP32),) * 2, 4)
+    result = plan(spec=spec, num_gpu_blocks_override=16, max_model_len=4096, block_size=4)
+    assert result.max_model_len == 64
+    [note] = result.notes
+    assert "64 tokens" in note and "--max-model-len" in note and "4096" in note and "--num-gpu-blocks-override" in note
+
+
+def test_window_of_the_model_lowered_too():
+    [note] = plan(kv_cache_memory_bytes="1MiB").notes
+    assert "the model" in note and "8192" in note and "--kv-cache-memory-bytes" in note
+    [note] = plan(gpu_memory_utilization=0.005, weights=0).notes
+    assert "--gpu-memory-utilization" in note
+
+
+def test_a_window_longer_than_the_models_is_told():
+    result = plan(max_model_len=100_000)
+    assert result.max_model_len == 8192
+    [note] = result.notes
+    assert "100000" in note and "8192" in note
+
+
+def test_exact_edges():
+    assert plan(num_gpu_blocks_override=512).notes == ()  # 512 x 16 = 8192
+    assert len(plan(num_gpu_blocks_override=511).notes) == 1
+    size = SMOLLM2.block_bytes
+    assert plan(kv_cache_memory_bytes=size).num_blocks == 1
+    assert plan(available=size + 5, weights=5, num_gpu_blocks_override=1).num_blocks == 1
+
+
+# ---------------------------------------------------------------- refusals name the flag
+def test_not_even_one_page():
+    message = refusal(kv_cache_memory_bytes=SMOLLM2.block_bytes - 1)
+    assert "raise --kv-cache-memory-bytes" in message
+    assert "raise --gpu-memory-utilization" in refusal(gpu_memory_utilization=0.01)
+    assert "raise --kv-cache-memory-bytes" in refusal(available=400_000, weights=0)
+
+
+def test_weights_too_large():
+    message = refusal(available=GIB, weights=2 * GIB)
+    assert "2 GiB" in message and "1 GiB" in message and "--model" in message
+
+
+def test_more_than_there_is():
+    assert "lower --kv-cache-memory-bytes" in refusal(kv_cache_memory_bytes="32GiB")
+    assert "lower --num-gpu-blocks-override" in refusal(num_gpu_blocks_override=10**6)
+
+
+@given(
+    available=st.integers(0, 64 * GIB),
+    weights=st.integers(0, 64 * GIB),
+    override=st.none() | st.integers(1, 10**6),
+    size=st.none() | st.integers(1, 64 * GIB),
+    share=st.none() | st.floats(0.001, 1.0),
+    window=st.none() | st.integers(2, 10**6),
+    seqs=st.integers(1, 512),
+)
+def test_a_plan_fits_or_is_refused(
+    available: int,
+    weights: int,
+    override: int | None,
+    size: int | None,
+    share: float | None,
+    window: int | None,
+    seqs: int,
+):
+    given = Settings(
+        num_gpu_blocks_override=override,
+        kv_cache_memory_bytes=size,
+        gpu_memory_utilization=share,
+        max_model_len=window,
+        max_num_seqs=seqs,
+    )
+    try:
+        result = resolve_num_blocks(given, SMOLLM2, model_max_len=8192, available_bytes=available, weight_bytes=weights)
+    except SettingsError as error:
+        assert "--" in str(error)
+        return
+    assert result.num_blocks >= 1
+    assert weights + result.pool_bytes <= available
+    assert result.max_model_len == min(8192, window or 8192, result.num_tokens)
+    assert bool(result.notes) == (result.max_model_len < min(8192, window or 8192) or (window or 0) > 8192)
+    if override is None and size is not None:
+        assert result.pool_bytes <= size

@@ -1,0 +1,43 @@
+"""Attention without pages: whole sequences, plain torch. For tests of models apart from any KV pool."""
+
+import torch
+from torch.nn import functional
+
+from engine.model.interface import ForwardBatch
+
+
+class ContiguousAttention:
+    """An `AttentionBackend` for steps in which every sequence is computed from its first token."""
+
+    name = "contiguous (test)"
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        starts = batch.query_start.tolist()
+        rows = [slice(start, end) for start, end in zip(starts[:-1], starts[1:], strict=True)]
+        assert [part.stop - part.start for part in rows] == batch.seq_lens.tolist(), "whole sequences only"
+        return torch.cat([self._attend(q[part], k[part], v[part]) for part in rows])
+
+    @staticmethod
+    def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+        out = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return out[0].transpose(0, 1).flatten(1)
+
+
+def whole_sequences(sequences: list[list[int]], logit_rows: list[int] | None = None) -> ForwardBatch:
+    """A step that computes each sequence from its first token; logits of `logit_rows`, all rows by default."""
+    lengths = [len(sequence) for sequence in sequences]
+    ids = [token for sequence in sequences for token in sequence]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return ForwardBatch(
+        input_ids=torch.tensor(ids),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        slot_mapping=torch.arange(len(ids)),
+        query_start=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_tables=torch.zeros(len(lengths), 1, dtype=torch.int32),
+        logit_rows=torch.tensor(range(len(ids)) if logit_rows is None else logit_rows, dtype=torch.int64),
+        num_decodes=0,
+    )
