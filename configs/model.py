@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from configs.errors import StartupError
 from configs.gguf_file import GGUFFile
 from configs.kv import KVFormat, LayerKV
-from configs.model_fields import Fields, gguf_fields, read_json
+from configs.model_fields import GGUF_ARCHITECTURES, Fields, gguf_fields, read_json
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
 """Architecture name in config.json -> module under engine/model/archs that builds it."""
@@ -164,7 +164,7 @@ def _experts(config: Fields) -> bool:
 
 REFUSALS: tuple[tuple[Callable[[Fields], object], str], ...] = (
     (
-        lambda c: (c.get("num_files") or 1) > 1,
+        lambda c: c.get("num_files") not in (None, 0, 1),
         "the GGUF is split into several files: join them with llama-gguf-split --merge",
     ),
     (
@@ -184,15 +184,15 @@ REFUSALS: tuple[tuple[Callable[[Fields], object], str], ...] = (
 def _check_supported(config: Fields) -> str:
     """The architecture's name. Raises `StartupError` with the reason where it is not served."""
     names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else config.get("model_type") or "no architecture"
-    supported = ", ".join(ARCHITECTURES)
+    name = str(names[0] if isinstance(names, list) and names else config.get("model_type") or "no architecture")
+    supported = f"{', '.join(ARCHITECTURES)} and GGUF files of {', '.join(GGUF_ARCHITECTURES)}"
     method = config.get("quantization_config") or config.get("compression_config")
     for applies, reason in REFUSALS:
         if applies(config):
             words = reason.format(method=method.get("quant_method", "?") if isinstance(method, dict) else "?")
-            raise StartupError(f"--model: {config.where} ({name}): {words}. Supported architectures: {supported}.")
+            raise StartupError(f"--model: {config.where} ({name}): {words}. Supported are {supported}.")
     if name not in ARCHITECTURES:
-        raise StartupError(f"--model: {config.where} has {name}, which is not supported. Supported are: {supported}.")
+        raise StartupError(f"--model: {config.where} has {name}, which is not supported. Supported are {supported}.")
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if isinstance(config.get(key), list):
             raise config.wrong(key, "one number for all layers")
@@ -200,7 +200,7 @@ def _check_supported(config: Fields) -> str:
         raise config.wrong("hidden_act", "silu")
     if config.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise config.wrong("partial_rotary_factor", "1 (rotation of the whole head)")
-    return str(name)
+    return name
 
 
 # ------------------------------------------------------------------ reading
@@ -263,7 +263,8 @@ def _rope(config: Fields, max_position: int, head_dim: int) -> RopeConfig:
         return RopeConfig("none", theta)
     if kind == "divisors":
         divisors = given.get("divisors")
-        if len(divisors) != head_dim // 2 or not all(math.isfinite(value) and value > 0 for value in divisors):
+        known = isinstance(divisors, tuple) and all(math.isfinite(value) and value > 0.0 for value in divisors)
+        if not known or len(divisors) != head_dim // 2:
             raise given.wrong("divisors", f"{head_dim // 2} positive numbers")
         return RopeConfig("divisors", theta, divisors=divisors)
     if kind in ("linear", "dynamic"):

@@ -126,7 +126,7 @@ def gguf_fields(file: GGUFFile) -> tuple[Fields, Fields]:
     embedding = file.tensors.get("token_embd.weight")
     values |= {
         "architectures": [GGUF_ARCHITECTURES.get(str(name), f"GGUF architecture {name!r}")],
-        "vocab_size": values["vocab_size"] or (embedding.shape[0] if embedding else None),
+        "vocab_size": values["vocab_size"] or (embedding.shape[0] if embedding and embedding.shape else None),
         "num_local_experts": values["num_local_experts"] or None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -137,7 +137,8 @@ def gguf_fields(file: GGUFFile) -> tuple[Fields, Fields]:
         "eos_token_id": [metadata[key] for key in END_OF_TEXT if key in metadata],
         "num_files": metadata.get("split.count"),
     }
-    own |= {"rope_dimensions": f"{name}.rope.dimension_count", "factor": f"{name}.rope.scaling.factor"}
+    rope = {"rope_dimensions": "dimension_count", "rope_type": "scaling.type", "factor": "scaling.factor"}
+    own |= {key: f"{name}.rope.{suffix}" for key, suffix in rope.items()}
     generation = {key: metadata.get(own_key) for key, own_key in GENERATION_KEYS.items()}
     return Fields(str(file.path), values, own), Fields(str(file.path), generation, GENERATION_KEYS)
 
@@ -160,19 +161,20 @@ def _gguf_rope(file: GGUFFile, metadata: Mapping[str, Any], name: str) -> dict[s
         "beta_fast": scaling.get("yarn_beta_fast"),
         "beta_slow": scaling.get("yarn_beta_slow"),
     }
-    if "attn_factor" in scaling and scaling.get("factor"):  # ggml multiplies it with YaRN's own 1 + 0.1 ln(factor)
-        rope["attention_factor"] = scaling["attn_factor"] * (0.1 * math.log(scaling["factor"]) + 1.0)
+    attention, factor = scaling.get("attn_factor"), scaling.get("factor")
+    if isinstance(attention, float) and isinstance(factor, int | float) and factor >= 1.0:
+        rope["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)  # ggml multiplies it with YaRN's own
     return {key: value for key, value in rope.items() if value is not None}
 
 
 def _float_tensor(file: GGUFFile, name: str) -> tuple[float, ...]:
     tensor = file.tensors[name]
     size = 4 * math.prod(tensor.shape)
+    if tensor.type != 0 or tensor.offset + size > file.size:
+        raise StartupError(f"--model: {file.path}: {name} is cut short or not stored as 32-bit floats.")
     with file.path.open("rb") as stream:
         stream.seek(tensor.offset)
         data = stream.read(size)
-    if tensor.type != 0 or len(data) != size:
-        raise StartupError(f"--model: {file.path}: {name} is cut short or not stored as 32-bit floats.")
     return struct.unpack(f"<{size // 4}f", data)
 
 

@@ -24,16 +24,17 @@ class PoolPlan:
     decided_by: str
     """What fixed the size, in words: a flag, or the default and its reason."""
     notes: tuple[str, ...]
-    """Sentences to warn with: where the window is smaller than asked for, and which flag to change."""
+    """Sentences to warn with: that the pool is smaller than the window asked for, and which flag to change."""
 
 
 def resolve_num_blocks(
-    settings: Settings, spec: KVSpec, *, model_max_len: int, available_bytes: int, weight_bytes: int
+    settings: Settings, spec: KVSpec, *, window: int, available_bytes: int, weight_bytes: int
 ) -> PoolPlan:
     """Sizes the KV pool: --num-gpu-blocks-override, else --kv-cache-memory-bytes, else --gpu-memory-utilization, else
     the default.
 
-    `available_bytes`: memory that was free before the weights were loaded; `weight_bytes`: what they take of it.
+    `window`: tokens that the model and --max-model-len allow (`ModelConfig.effective_window`); `available_bytes`:
+    memory that was free before the weights were loaded; `weight_bytes`: what they take of it.
     A pool smaller than the window lowers the window, with a note. Raises `SettingsError`, which names the flag to
     change, if the weights do not fit, if a stated size does not fit, or if there is no room for a single block.
     """
@@ -43,8 +44,7 @@ def resolve_num_blocks(
             f"the weights take {_human(weight_bytes)} of the {_human(available_bytes)} of memory that are available, "
             f"which leaves no room for a KV cache: free memory or give a smaller --model."
         )
-    asked = min(model_max_len, settings.max_model_len or model_max_len)
-    num_blocks, lever, reason = _choose(settings, spec, asked, available_bytes, weight_bytes)
+    num_blocks, lever, reason = _choose(settings, spec, window, available_bytes, weight_bytes)
     size = num_blocks * spec.block_bytes
     if num_blocks < 1:
         raise SettingsError(f"{reason} is less than one KV page ({_human(spec.block_bytes)}): raise {lever}.")
@@ -54,8 +54,14 @@ def resolve_num_blocks(
             f"lower {lever}."
         )
     num_tokens = num_blocks * spec.block_size
-    window = min(asked, num_tokens)
-    return PoolPlan(num_blocks, num_tokens, size, window, reason, _notes(settings, model_max_len, window, asked, lever))
+    notes = []
+    if num_tokens < window:
+        origin = "the model" if settings.max_model_len is None else "--max-model-len"
+        notes.append(
+            f"The KV cache holds {num_tokens} tokens, less than the {window} that {origin} asks for: sequences are "
+            f"limited to {num_tokens} tokens. Raise {lever} for longer ones."
+        )
+    return PoolPlan(num_blocks, num_tokens, size, min(window, num_tokens), reason, tuple(notes))
 
 
 def _choose(
@@ -84,22 +90,6 @@ def _choose(
     ]
     blocks, reason = min(options)
     return blocks, "--kv-cache-memory-bytes", reason
-
-
-def _notes(settings: Settings, model_max_len: int, window: int, asked: int, lever: str) -> tuple[str, ...]:
-    notes = []
-    if settings.max_model_len is not None and settings.max_model_len > model_max_len:
-        notes.append(
-            f"--max-model-len {settings.max_model_len} is more than the model's own window of {model_max_len} tokens: "
-            f"the model's holds."
-        )
-    if window < asked:
-        origin = "--max-model-len" if asked == settings.max_model_len else "the model"
-        notes.append(
-            f"The KV cache holds {window} tokens, less than the {asked} that {origin} asks for: sequences are limited "
-            f"to {window} tokens. Raise {lever} for longer ones."
-        )
-    return tuple(notes)
 
 
 def _human(count: int) -> str:

@@ -25,16 +25,17 @@ class Request:
 
     __slots__ = (
         "adapter", "arrival", "block_ids", "cached_tokens", "deadline", "error", "finish_reason", "group", "index",
-        "max_total", "num_computed", "num_confirmed", "num_in_flight", "num_preemptions", "num_prompt", "num_published",
-        "order", "params", "passed_over", "priority", "request_id", "salt", "slot", "status", "stop_ids", "stop_reason",
-        "tenant", "timings", "token_ids",
+        "last_step", "max_total", "num_computed", "num_confirmed", "num_in_flight", "num_preemptions", "num_prompt",
+        "num_published", "num_reached", "num_reserved", "order", "params", "passed_over", "prefilling", "priority",
+        "request_id", "row_is_stale", "salt", "slot", "status", "stop_ids", "stop_reason", "tenant", "timings", "token_ids",
+        "wait_reason",
     )  # fmt: skip
 
     def __init__(self, add: AddRequest, sequence: int, max_total: int, eos_token_ids: frozenset[int]) -> None:
         """`sequence` numbers arrivals; `max_total`: tokens, prompt included, at which the sequence ends by 'length'."""
         self.request_id = add.request_id
         self.params: SamplingParams = add.params
-        self.token_ids: list[int] = add.prompt_token_ids
+        self.token_ids: list[int] = list(add.prompt_token_ids)
         self.num_prompt = len(add.prompt_token_ids)
         self.group, self.index = add.group, add.index
         self.salt, self.adapter, self.tenant = add.salt, add.adapter, add.tenant
@@ -53,11 +54,23 @@ class Request:
         self.num_confirmed = 0
         self.num_published = 0
         """Leading blocks that stand in the prefix tree."""
+        self.num_reserved = 0
+        """Blocks promised at admission that the prompt has not taken yet."""
+        self.num_reached = 0
+        """The largest num_computed before a preemption: up to there everything is computed again."""
+        self.prefilling = False
+        """Running, and more than one token behind."""
+        self.row_is_stale = False
+        """The executor's row must be entered again: the table has changed otherwise than by appending."""
+        self.last_step = 0
+        """The last step that has a row of it."""
         self.passed_over = 0
         """Steps in which a request with a larger key was admitted instead."""
+        self.wait_reason = ""
+        """Why it was not admitted when it was last looked at."""
 
         self.cached_tokens = -1
-        """Prompt tokens found in the cache at the first admission; -1 before it."""
+        """Prompt tokens found in the cache, at the first admission or before the prompt was computed; -1 before it."""
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

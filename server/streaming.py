@@ -47,7 +47,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result], timeo
 async def first_delta(request: Request, generation: Generation, patience: float | None) -> TextDelta | None:
     """The first delta, or None when it takes longer than `patience` seconds. Raises what stands in its way."""
     try:
-        return await unless_gone(request, anext(generation), patience)  # type: ignore[arg-type]
+        return await unless_gone(request, anext(generation), patience)
     except TimeoutError:
         return None
 

@@ -1,5 +1,7 @@
 """Attention without pages: whole sequences, plain torch. For tests of models apart from any KV pool."""
 
+from itertools import pairwise
+
 import torch
 from torch.nn import functional
 
@@ -15,7 +17,7 @@ class ContiguousAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         starts = batch.query_start.tolist()
-        rows = [slice(start, end) for start, end in zip(starts[:-1], starts[1:], strict=True)]
+        rows = [slice(start, end) for start, end in pairwise(starts)]
         assert [part.stop - part.start for part in rows] == batch.seq_lens.tolist(), "whole sequences only"
         return torch.cat([self._attend(q[part], k[part], v[part]) for part in rows])
 

@@ -1,9 +1,9 @@
-"""Tiny random models of the Llama family as folders on disk, the way Hugging Face saves them, and the oracle beside them.
+"""Tiny random models of the Llama family as folders on disk, as Hugging Face saves them, and the oracle beside them.
 
     folder/config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json
 
-Weights are drawn with a fixed seed, wide enough that greedy choices are clear and attention matters; norms and biases are
-random too. The tokenizer is byte-level: ids 0..255 are bytes, then the special tokens, then "<extra_N>" up to the
+Weights are drawn with a fixed seed, wide enough that greedy choices are clear and attention matters; norms and biases
+are random too. The tokenizer is byte-level: ids 0..255 are bytes, then the special tokens, then "<extra_N>" up to the
 vocabulary's size, so that every id a random model can choose has a text.
 """
 

@@ -1,8 +1,8 @@
 """What the runner remembers of each running sequence: one row per slot, changed only by difference.
 
-    NewRow ──> admit ─┐                        ┌─> prepare.py gathers inputs by slot
-    new_blocks ───────┼─> columns [max_num_seqs] ┤
-    drawn tokens ─────┘                        └─> sampling reads lengths and tails
+    NewRow ───────┐                            ┌──> prepare.py gathers the step's inputs by slot
+    new_blocks ───┼──> columns [max_num_seqs] ─┤
+    drawn tokens ─┘                            └──> sampling reads lengths and tails
 
 Drawn tokens are appended here first, so the next step's input ids come from these rows whether or not the scheduler
 has seen the result yet: that is what makes a late `StepResult` harmless.
@@ -19,17 +19,16 @@ Slots = npt.NDArray[np.int64]
 class RequestRows:
     """Columns over slots; a slot's values mean something between `admit` and `release` only.
 
-    token_ids   int32 [slots, max_model_len + 1]   prompt and output; the spare column takes the one token that a late
-                                                   step may draw after the window is full
-    block_table int32 [slots, max_blocks]          blocks in order
-    lengths, num_prompt, num_computed, num_blocks  int64 [slots]
+    token_ids    int32 [slots, max_model_len]   prompt and output
+    block_table  int32 [slots, max_blocks]      blocks in order
+    lengths, num_prompt, num_computed, num_blocks   int64 [slots]
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.max_num_seqs = max_num_seqs
         self.block_size = block_size
-        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
-        self.block_table = np.zeros((max_num_seqs, -(-(max_model_len + 1) // block_size)), np.int32)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self.lengths = np.zeros(max_num_seqs, np.int64)
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)

@@ -1,7 +1,7 @@
 """Ids to text, one by one, without broken characters (A02).
 
 A part of a character is held back until the rest comes (three bytes at most); what can never become a character turns
-into U+FFFD at once, as the Unicode standard recommends (one for each maximal ill-formed part). Cost per token: its bytes.
+into U+FFFD at once, one for each maximal ill-formed part (Unicode, section 3.9). Cost per token: its bytes.
 """
 
 import codecs
@@ -52,8 +52,8 @@ class ByteDetokenizer:
 class LibraryDetokenizer:
     """For all other decoders: the tokenizers library's DecodeStream.
 
-    It withholds for as long as its text ends in U+FFFD, also where that is no partial character, and it raises where the
-    text before changes with the next token; both are bounded here.
+    It withholds for as long as its text ends in U+FFFD, also where that is no partial character, and it raises where
+    the text before changes with the next token; both are bounded here.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped: Container[int]) -> None:

@@ -1,7 +1,7 @@
 """A tokenizer rebuilt from a GGUF file's metadata.
 
-A GGUF holds the vocabulary, the merges (or scores) and the *name* of the pre-tokenizer; what the name means must be known
-to whoever reads it. Two kinds are read: `gpt2` (byte-level BPE) and `llama` (SentencePiece BPE with byte fallback).
+A GGUF holds the vocabulary, the merges (or scores) and the *name* of the pre-tokenizer; what the name means, its
+reader must know. Two kinds are read: `gpt2` (byte-level BPE) and `llama` (SentencePiece BPE with byte fallback).
 Reference: transformers' conversion of the same files, and llama.cpp's `llama-vocab.cpp` for the pre-tokenizers' names.
 """
 

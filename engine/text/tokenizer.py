@@ -39,7 +39,8 @@ class Tokenizer:
 
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self._control = {token.content: (index, token) for index, token in added.items() if not _is_blank(token.content)}
+        markup = [(index, token) for index, token in added.items() if not _is_blank(token.content)]
+        self._control = {token.content: (index, token) for index, token in markup}
         self._control_ids = frozenset(index for index, _ in self._control.values())
         longest_first = sorted(self._control, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -70,8 +71,8 @@ class Tokenizer:
         return self._without_control(_encode(self._plain, text))
 
     def encode_trusted(self, text: str, words: Collection[int] = ()) -> list[int]:
-        """Ids of a rendered chat. `words` numbers the control tokens found in `text` (as `find_control` finds them, from
-        0) that somebody typed: they stay words. No BOS is added: chat templates write it."""
+        """Ids of a rendered chat. `words`: which control tokens in `text` somebody typed, so that they stay words
+        (numbers from 0, in the order of `find_control`). No BOS is added: chat templates write it."""
         ids: list[int] = []
         start, strip_left = 0, False
         for number, match in enumerate(self.find_control(text)):
@@ -101,7 +102,7 @@ class Tokenizer:
 
     # ------------------------------------------------------------------ ids -> text
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The same text as `stream` brings in pieces. Broken UTF-8 becomes U+FFFD; ids outside the vocabulary, nothing."""
+        """What `stream` brings, all at once. Broken UTF-8 becomes U+FFFD; ids outside the vocabulary, nothing."""
         stream = self.stream(skip_special_tokens)
         return "".join([*map(stream.push, ids), stream.flush()])
 

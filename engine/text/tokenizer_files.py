@@ -1,6 +1,6 @@
 """What a tokenizer is made of, read from a model folder: tokenizer.json and the files beside it.
 
-Equal to what transformers' AutoTokenizer makes of the same folder, without importing transformers (which imports torch).
+Equal to what transformers' AutoTokenizer makes of the folder, without importing transformers (which imports torch).
 """
 
 import json

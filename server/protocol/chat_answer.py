@@ -7,17 +7,17 @@ content, an empty delta with the finish reason.
 from collections.abc import Sequence
 from typing import Any
 
-from engine import TextDelta, Tokenizer, TokenLogprobs
+from engine import TextDelta, TokenLogprobs
 from server.generation import Choice, Usage
 from server.protocol.answer import AnswerInfo, Framing, encode
-from server.protocol.logprobs import chat_logprobs
+from server.protocol.logprobs import TokenSpelling, chat_logprobs
 
 
 class ChatAnswer:
-    def __init__(self, info: AnswerInfo, tokenizer: Tokenizer, top_logprobs: int | None) -> None:
+    def __init__(self, info: AnswerInfo, spelling: TokenSpelling, top_logprobs: int | None) -> None:
         """`top_logprobs`: None without log-probabilities, else the alternatives shown at each token."""
         self._info = info
-        self._tokenizer = tokenizer
+        self._spelling = spelling
         self._top = top_logprobs
         self._framing = Framing(info, "chat.completion.chunk")
         self._begun: set[int] = set()
@@ -64,7 +64,7 @@ class ChatAnswer:
         return b'{"index":%d,"delta":%b,"logprobs":%b,%b}' % (index, delta, logprobs, rest)
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        return None if self._top is None else chat_logprobs(self._tokenizer, token_ids, logprobs, self._top)
+        return None if self._top is None else chat_logprobs(self._spelling, token_ids, logprobs, self._top)
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         fields: dict[str, Any] = {

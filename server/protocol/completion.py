@@ -2,20 +2,36 @@
 
 from typing import Annotated, Any
 
-from pydantic import FailFast, Field
+from pydantic import Discriminator, Field, Tag
 
 from server.protocol.sampling import GenerationBody
 
 MAX_PROMPTS = 512
 
-# Fail fast: a list of one kind is tried as each of the three, and must not bring an error for every item.
-Texts = Annotated[list[str], Field(max_length=MAX_PROMPTS), FailFast()]
-TokenIds = Annotated[list[int], FailFast()]
-TokenLists = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), FailFast()]
+Texts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TokenLists = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+def _kind(prompt: object) -> str:
+    """Which of the four a prompt is, by its first item: errors then are about that one."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    if isinstance(prompt, list):
+        return "Texts" if isinstance(first, str) else "TokenLists" if isinstance(first, list) else "TokenIds"
+    return "Text"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("Text")]
+    | Annotated[Texts, Tag("Texts")]
+    | Annotated[TokenIds, Tag("TokenIds")]
+    | Annotated[TokenLists, Tag("TokenLists")],
+    Discriminator(_kind),
+]
 
 
 class CompletionBody(GenerationBody):
-    prompt: str | Texts | TokenIds | TokenLists
+    prompt: Prompt
     """A text, texts, token ids, or lists of token ids."""
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = None

@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engine import TextDelta, Tokenizer, TokenLogprobs
+from engine import TextDelta, TokenLogprobs
 from server.generation import Choice, Usage
 from server.protocol.answer import AnswerInfo, Framing, encode
-from server.protocol.logprobs import CompletionLogprobs
+from server.protocol.logprobs import CompletionLogprobs, TokenSpelling
 
 
 class CompletionAnswer:
-    def __init__(self, info: AnswerInfo, tokenizer: Tokenizer, top_logprobs: int | None, choices_a_prompt: int) -> None:
+    def __init__(
+        self, info: AnswerInfo, spelling: TokenSpelling, top_logprobs: int | None, choices_a_prompt: int
+    ) -> None:
         """`top_logprobs`: None without log-probabilities, else the alternatives shown at each token."""
         self._info = info
-        self._tokenizer = tokenizer
+        self._spelling = spelling
         self._top = top_logprobs
         self._choices_a_prompt = choices_a_prompt
         self._framing = Framing(info, "text_completion")
@@ -49,7 +51,7 @@ class CompletionAnswer:
     ) -> dict[str, Any]:
         fields: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if self._top is not None:
-            state = self._logprobs.setdefault(index, CompletionLogprobs(self._tokenizer, self._top))
+            state = self._logprobs.setdefault(index, CompletionLogprobs(self._spelling, self._top))
             fields["logprobs"] = state.render(token_ids, logprobs)
         if self._info.return_token_ids:
             fields["token_ids"] = token_ids

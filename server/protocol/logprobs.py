@@ -10,26 +10,44 @@ from engine import Tokenizer, TokenLogprobs
 Json = dict[str, Any]
 
 
-def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int) -> Json:
+class TokenSpelling:
+    r"""How tokens are written: as text, a part of a character as '\xe2\x80', a control token by its name."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
+
+    def name(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "backslashreplace")
+
+    def raw(self, token_id: int) -> bytes:
+        """What the token adds to the text: nothing, where the text leaves control tokens out."""
+        if self._skips_special and self._tokenizer.is_special(token_id):
+            return b""
+        return self._tokenizer.token_bytes(token_id)
+
+
+def chat_logprobs(
+    spelling: TokenSpelling, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int
+) -> Json:
     """`choices[].logprobs`: an entry a token. The entries' bytes, joined, are the text, also where a character spans
-    tokens; a control token that the text leaves out has none."""
+    tokens."""
 
     def entry(token_id: int, logprob: float) -> Json:
-        raw = tokenizer.token_bytes(token_id)
-        return {"token": _readable(tokenizer, token_id, raw), "logprob": logprob, "bytes": list(raw)}
+        return {"token": spelling.name(token_id), "logprob": logprob, "bytes": list(spelling.raw(token_id))}
 
     content = []
     for token_id, at in zip(token_ids, logprobs, strict=True):
-        alternatives = list(zip(at.top_ids, at.top_logprobs, strict=True))[:top]
-        content.append({**entry(token_id, at.logprob), "top_logprobs": [entry(*pair) for pair in alternatives]})
+        alternatives = [entry(*pair) for pair in _alternatives(at, top)]
+        content.append({**entry(token_id, at.logprob), "top_logprobs": alternatives})
     return {"content": content, "refusal": None}
 
 
 class CompletionLogprobs:
     """`choices[].logprobs` of one raw completion, delta by delta; `text_offset`: characters before a token."""
 
-    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, spelling: TokenSpelling, top: int) -> None:
+        self._spelling = spelling
         self._top = top
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
@@ -37,19 +55,14 @@ class CompletionLogprobs:
     def render(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
         tokens, offsets, tops = [], [], []
         for token_id, at in zip(token_ids, logprobs, strict=True):
-            raw = self._tokenizer.token_bytes(token_id)
-            tokens.append(_readable(self._tokenizer, token_id, raw))
+            tokens.append(self._spelling.name(token_id))
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(raw))
-            pairs = {token_id: at.logprob, **dict(list(zip(at.top_ids, at.top_logprobs, strict=True))[: self._top])}
-            tops.append({self._name(key): value for key, value in pairs.items()})
+            self._offset += len(self._decoder.decode(self._spelling.raw(token_id)))
+            pairs = {token_id: at.logprob, **dict(_alternatives(at, self._top))}
+            tops.append({self._spelling.name(key): value for key, value in pairs.items()})
         chosen = [at.logprob for at in logprobs]
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
-    def _name(self, token_id: int) -> str:
-        return _readable(self._tokenizer, token_id, self._tokenizer.token_bytes(token_id))
 
-
-def _readable(tokenizer: Tokenizer, token_id: int, raw: bytes) -> str:
-    r"""The token as text; a part of a character as '\xe2\x80', a control token by its name."""
-    return raw.decode("utf-8", "backslashreplace") if raw else tokenizer.token_text(token_id)
+def _alternatives(at: TokenLogprobs, top: int) -> list[tuple[int, float]]:
+    return list(zip(at.top_ids, at.top_logprobs, strict=True))[:top]

@@ -8,6 +8,9 @@ from server.protocol.body import Body
 
 INT32_MAX = 2**31 - 1
 
+# A list stops at its first bad item: its errors must not outgrow it.
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Ints = Annotated[list[int], Field(fail_fast=True)]
 Int32 = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
 
 
@@ -35,14 +38,14 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Ints | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: Strings | None = None
+    allowed_token_ids: Ints | None = None
     truncate_prompt_tokens: Int32 | None = Field(None, ge=-1)
     """Keep the last so many prompt tokens; -1: as many as the window takes."""
 

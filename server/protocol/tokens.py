@@ -2,14 +2,13 @@
 
 from server.protocol.body import Body
 from server.protocol.chat import Messages, TemplateBody
-
-MAX_TOKENS = 1 << 20
+from server.protocol.sampling import Ints
 
 
 class TokenizeBody(TemplateBody):
     """Either `prompt` or `messages`."""
 
-    messages: Messages | None = None  # type: ignore[assignment]
+    messages: Messages | None = None
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
@@ -18,4 +17,4 @@ class TokenizeBody(TemplateBody):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: Ints

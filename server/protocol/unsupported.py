@@ -46,9 +46,14 @@ COMMON = (
     Unsupported("guided_grammar", _absent),
     Unsupported("use_beam_search", _false),
 )
+TEMPLATE = (
+    Unsupported("tools", _empty),
+    Unsupported("chat_template", _absent, "is not taken from requests: it would run the client's code in the server"),
+    Unsupported("documents", _empty),
+)
 CHAT = (
     *COMMON,
-    Unsupported("tools", _empty),
+    *TEMPLATE,
     Unsupported("tool_choice", _one_of("none", "auto"), "needs tools, and those are not supported by this server yet"),
     Unsupported("functions", _empty),
     Unsupported("function_call", _one_of("none", "auto"), "needs functions, and those are not supported"),
@@ -57,8 +62,6 @@ CHAT = (
     Unsupported("web_search_options", _absent, "is not supported by this server"),
     Unsupported("moderation", _absent, "is not supported by this server"),
     Unsupported("store", _false, "is not supported: this server keeps no completions"),
-    Unsupported("chat_template", _absent, "is not taken from requests: it would run the client's code in the server"),
-    Unsupported("documents", _empty),
 )
 COMPLETION = (*COMMON, Unsupported("suffix", _empty))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import StartupError
@@ -93,8 +93,11 @@ def test_every_cut_of_the_header_is_seen(written: bytes, tmp_path: Path) -> None
             GGUFFile.read(path)
 
 
+@settings(deadline=None)
 @given(position=st.integers(4, 500), value=st.integers(0, 255))
-def test_damage_is_read_or_refused(position: int, value: int, written: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_damage_is_read_or_refused(
+    position: int, value: int, written: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """A changed byte ends in a StartupError or in some header, never in another error or a hang."""
     data = bytearray(written)
     data[min(position, len(data) - 1)] = value

@@ -16,14 +16,14 @@ SMOLLM2 = KVSpec((LayerKV(3, 64, KVFormat.BF16),) * 30, 16)
 
 def plan(
     spec: KVSpec = SMOLLM2,
-    model_max_len: int = 8192,
+    model_len: int = 8192,
     available: int = 16 * GIB,
     weights: int = 269_000_000,
     **given: object,
 ) -> PoolPlan:
-    return resolve_num_blocks(
-        Settings(**given), spec, model_max_len=model_max_len, available_bytes=available, weight_bytes=weights
-    )
+    settings = Settings(**given)
+    window = min(model_len, settings.max_model_len or model_len)
+    return resolve_num_blocks(settings, spec, window=window, available_bytes=available, weight_bytes=weights)
 
 
 def refusal(**arguments: object) -> str:
@@ -66,7 +66,7 @@ def test_utilization_has_no_cap():
 
 # ---------------------------------------------------------------- the window
 def test_window_is_the_smallest_of_three():
-    assert plan(model_max_len=512).max_model_len == 512
+    assert plan(model_len=512).max_model_len == 512
     assert plan(max_model_len="1k").max_model_len == 1000
     assert plan(num_gpu_blocks_override=4).max_model_len == 64
 
@@ -85,13 +85,6 @@ def test_window_of_the_model_lowered_too():
     assert "the model" in note and "8192" in note and "--kv-cache-memory-bytes" in note
     [note] = plan(gpu_memory_utilization=0.005, weights=0).notes
     assert "--gpu-memory-utilization" in note
-
-
-def test_a_window_longer_than_the_models_is_told():
-    result = plan(max_model_len=100_000)
-    assert result.max_model_len == 8192
-    [note] = result.notes
-    assert "100000" in note and "8192" in note
 
 
 def test_exact_edges():
@@ -126,33 +119,23 @@ def test_more_than_there_is():
     override=st.none() | st.integers(1, 10**6),
     size=st.none() | st.integers(1, 64 * GIB),
     share=st.none() | st.floats(0.001, 1.0),
-    window=st.none() | st.integers(2, 10**6),
+    window=st.integers(2, 10**6),
     seqs=st.integers(1, 512),
 )
 def test_a_plan_fits_or_is_refused(
-    available: int,
-    weights: int,
-    override: int | None,
-    size: int | None,
-    share: float | None,
-    window: int | None,
-    seqs: int,
+    available: int, weights: int, override: int | None, size: int | None, share: float | None, window: int, seqs: int
 ):
     given = Settings(
-        num_gpu_blocks_override=override,
-        kv_cache_memory_bytes=size,
-        gpu_memory_utilization=share,
-        max_model_len=window,
-        max_num_seqs=seqs,
+        num_gpu_blocks_override=override, kv_cache_memory_bytes=size, gpu_memory_utilization=share, max_num_seqs=seqs
     )
     try:
-        result = resolve_num_blocks(given, SMOLLM2, model_max_len=8192, available_bytes=available, weight_bytes=weights)
+        result = resolve_num_blocks(given, SMOLLM2, window=window, available_bytes=available, weight_bytes=weights)
     except SettingsError as error:
         assert "--" in str(error)
         return
     assert result.num_blocks >= 1
     assert weights + result.pool_bytes <= available
-    assert result.max_model_len == min(8192, window or 8192, result.num_tokens)
-    assert bool(result.notes) == (result.max_model_len < min(8192, window or 8192) or (window or 0) > 8192)
+    assert result.max_model_len == min(window, result.num_tokens)
+    assert bool(result.notes) == (result.max_model_len < window)
     if override is None and size is not None:
         assert result.pool_bytes <= size

@@ -15,7 +15,8 @@ class Block:
     """
 
     __slots__ = (
-        "children", "computed_in", "heads", "id", "last_use", "newer", "older", "parent", "ref_count", "stamp", "tokens",
+        "children", "computed_in", "heads", "id", "last_use", "newer", "older", "parent", "ref_count", "stamp",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, block_id: int) -> None:

@@ -60,7 +60,9 @@ class EventLog:
         With a tenant: its own alone, other tenants' request ids struck out, and nothing that tells whether another
         salt holds some text.
         """
-        chosen = (event for event in reversed(self._events) if tenant is None or tenant in (event.tenant, event.other_tenant))
+        chosen = (
+            event for event in reversed(self._events) if tenant is None or tenant in (event.tenant, event.other_tenant)
+        )
         return [_as_report(event, tenant) for event in islice(chosen, limit)][::-1]
 
 

@@ -107,8 +107,9 @@ class KVManager:
         """Planning of `step` begins."""
         self._step = self.pool.now = self.events.step = step
 
-    def seal_step(self) -> list[tuple[int, int]]:
-        """Planning ends. Returns the step's copies, (source, destination) block ids, in order."""
+    def seal_step(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Planning ends: the step writes `num_tokens` slots. Returns its copies, (source, destination), in order."""
+        self.num_unfilled -= num_tokens
         for source in self._sources:
             self.pool.release(source)
         copies, self._copies, self._sources = self._copies, [], []
@@ -127,7 +128,7 @@ class KVManager:
         """The unfinished steps never finish: withdraws what they were to compute. All tables must have been freed."""
         assert not self._tables, list(self._tables)
         last_good = self.finished_step
-        self.seal_step()
+        self.seal_step(0)
         self.close_step(self._step)
         for block in self.pool.blocks:
             if block.parent is not None and block.computed_in > last_good:
@@ -152,7 +153,7 @@ class KVManager:
         return cost + (match.source is not None and match.source.ref_count == 0)
 
     def admit(self, request: Request, match: Match, num_tokens: int) -> None:
-        """Gives a sequence its table: the match, and new blocks up to `num_tokens` tokens. The caller made sure they fit."""
+        """Gives a sequence its table: the match, and new blocks up to `num_tokens` tokens, which must fit."""
         assert not request.block_ids and match.num_tokens < num_tokens
         first_time = request.num_preemptions == 0
         self._explain(request, match)
@@ -175,31 +176,37 @@ class KVManager:
         request.num_computed = request.num_confirmed = match.num_tokens
         self.num_unfilled -= match.head
 
-    def extend_match(self, request: Request) -> int:
-        """Appends whole blocks that others have computed meanwhile behind a half-computed prompt. Returns their number.
+    def extend_match(self, request: Request) -> bool:
+        """Looks again for what others have computed meanwhile of a half-computed prompt, and takes whole blocks of it.
 
-        Only where everything planned for the request is done and ends with a published block.
+        A block that the request has begun itself is given up for a shared one. True if the table has changed. Only for
+        requests without an unfinished step: nothing may still be writing that block.
         """
-        done = request.num_computed
-        if request.num_published * self.block_size != done or request.num_confirmed != done:
-            return 0
-        assert len(request.block_ids) == request.num_published
-        parent = self.pool.blocks[request.block_ids[-1]]
-        path = self.tree.walk(parent, request.token_ids, done, len(request.token_ids) - 1)
+        size, done, start = self.block_size, request.num_computed, request.num_published * self.block_size
+        if request.num_confirmed != done or done - start >= size or not self.enable_prefix_caching:
+            return False
+        root = self.tree.roots.get(RootKey(request.salt, request.adapter))
+        parent = self.pool.blocks[request.block_ids[request.num_published - 1]] if request.num_published else root
+        path = self.tree.walk(parent, request.token_ids, start, len(request.token_ids) - 1) if parent else []
+        if not path:
+            return False
         for block in path:
             self.pool.acquire(block)
-            request.block_ids.append(block.id)
-        if path:
-            tokens = len(path) * self.block_size
-            request.num_published += len(path)
-            request.num_computed = request.num_confirmed = done + tokens
-            self.events.record("hit", "ahead", request, blocks=len(path), tokens=tokens, position=done + tokens)
-        return len(path)
+        for block_id in reversed(request.block_ids[request.num_published :]):
+            self.pool.release(self.pool.blocks[block_id])
+            self.num_unfilled -= size - (done - start)
+        request.block_ids[request.num_published :] = [block.id for block in path]
+        request.num_published += len(path)
+        request.num_computed = request.num_confirmed = start + len(path) * size
+        self.events.record(
+            "hit", "ahead", request, tokens=request.num_computed - done, blocks=len(path), position=request.num_computed
+        )
+        return True
 
     def try_allocate(self, request: Request, num_tokens: int, reason: str = "growth") -> list[int] | None:
-        """Appends blocks until the table has room for `num_tokens` tokens. Returns the new ids, None if too few are left.
+        """Appends blocks until the table has room for `num_tokens` tokens. Returns their ids.
 
-        None changes nothing.
+        None, and nothing changed, if too few are left.
         """
         count = self.blocks_for(num_tokens) - len(request.block_ids)
         if count > self.pool.num_available:
@@ -289,8 +296,9 @@ class KVManager:
     def check(self) -> None:
         """Asserts every invariant of pool, tree and tables, outside of planning. O(blocks + tokens)."""
         assert not self._sources and not self._copies, "a step is being planned"
-        tables = [*self._leaving, *self._tables.values()]
-        references = Counter(block_id for table in tables for block_id in table.block_ids)
+        tables = [table.block_ids for table in self._leaving]
+        tables += [request.block_ids for request in self._tables.values()]
+        references = Counter(block_id for table in tables for block_id in table)
         for block in self.pool.blocks:
             assert block.ref_count == references[block.id], (block, references[block.id])
         self.pool.check()
@@ -315,7 +323,9 @@ class KVManager:
                 assert index == request.num_published and block.parent is parent, (request.request_id, index)
                 assert list(block.tokens) == held[: min(len(block.tokens), request.num_computed - index * size)]
             if block.ref_count > 1:
-                assert index < request.num_published, f"{request.request_id} would write block {block_id}, which is shared"
+                assert index < request.num_published, (
+                    f"{request.request_id} would write block {block_id}, which is shared"
+                )
             parent = block
 
     # ---------------------------------------------------------------- inside

@@ -1,7 +1,7 @@
 """What the pool holds, by exact tokens: a tree of blocks below one root for each (salt, adapter).
 
-Children are looked up in dictionaries keyed by their tokens. A dictionary hashes its keys but decides by comparing them:
-equal hashes never make two prefixes one.
+Children are looked up in dictionaries keyed by their tokens. A dictionary hashes its keys but decides by comparing
+them: equal hashes never make two prefixes one.
 """
 
 from collections.abc import Sequence

@@ -27,6 +27,7 @@ inline Units splat_unit(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 // The second operand wins where one is not a number.
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
@@ -59,6 +60,7 @@ inline Units splat_unit(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline float max_of(Vec v) {
@@ -103,6 +105,7 @@ inline Units splat_unit(uint32_t x) { return Units{x, x, x, x}; }
 inline Vec add(Vec a, Vec b) { return a + b; }
 inline Vec sub(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec div(Vec a, Vec b) { return a / b; }
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 inline Vec select(Ints mask, Vec yes, Vec no) { return (Vec)(((Ints)yes & mask) | ((Ints)no & ~mask)); }
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }

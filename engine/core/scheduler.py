@@ -1,0 +1,411 @@
+"""Decides who computes how many tokens, and takes what came of it.
+
+There is no prefill and no decode phase: each step every running request's `num_computed` chases its number of tokens,
+within a token budget. Prefix hits, chunked prefill and recomputation after a preemption are all this one rule.
+
+    schedule(now) ─> StepPlan ─> executor ─> StepResult ─> update(plan, result, now) ─> TokenOutputs
+
+schedule(N+1) may be called before update(N): a request whose token is still in flight can have its next row already.
+Requests are visited in order of their keys and victims are taken from the end, so nothing planned is ever unplanned.
+
+Not here: what is in a page (`kv/`), who goes first (`policy.py`), tokens' text, sampling.
+"""
+
+from collections import deque
+from collections.abc import Collection
+from heapq import heappop, heappush
+from itertools import islice, pairwise
+
+from configs.limits import SchedulerLimits
+from engine.core.draft import Draft
+from engine.core.kv.manager import KVManager, Match
+from engine.core.outputs import failure, take_tokens
+from engine.core.policy import MAX_EXAMINED, ChoiceGroups, OrderedQueue
+from engine.core.slots import SlotPool
+from engine.core.stats import Counters, snapshot
+from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.messages import AddRequest, FinishReason, Stats, StepPlan, StepResult, TokenOutput
+from engine.request import Request, Status
+
+_WAITING, _RUNNING, _FINISHED = Status.WAITING, Status.RUNNING, Status.FINISHED
+
+
+class Scheduler:
+    """Owns the requests, their slots and their tables. One thread."""
+
+    def __init__(self, limits: SchedulerLimits, kv: KVManager, eos_token_ids: Collection[int] = ()) -> None:
+        self.limits = limits
+        self.kv = kv
+        self.window = min(limits.max_model_len, kv.usable_tokens)
+        """Most tokens of a sequence, prompt included."""
+        self.counters = Counters()
+        self.running = OrderedQueue()
+        self.waiting = OrderedQueue()
+        self.requests: dict[str, Request] = {}
+        """All that have not finished, those held behind their group's leader included."""
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._groups = ChoiceGroups()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._sequence = 0
+        self._step = 0
+        self._in_flight: deque[list[Request]] = deque()
+        """Rows of each unfinished step."""
+        self._slots = SlotPool(limits.max_num_seqs)
+        self._num_prefilling = 0
+        self._num_reserved = 0
+        """Blocks promised to prompts that are being computed."""
+        self._waiting_tokens = 0
+
+    # ---------------------------------------------------------------- requests come and go
+    def add(self, add: AddRequest) -> None:
+        """Queues a sequence. Raises `InvalidRequest`, or `ContextLengthExceeded` where not one token can follow."""
+        length = len(add.prompt_token_ids)
+        if length == 0:
+            raise InvalidRequest("The prompt is empty: it must have at least one token.", "prompt", "invalid_value")
+        if length >= self.window:
+            raise ContextLengthExceeded(self.window, length)
+        if add.request_id in self.requests:
+            raise InvalidRequest(f"A request with id {add.request_id!r} is already open.", "request_id")
+        wanted = self.window if add.params.max_tokens is None else length + add.params.max_tokens
+        self._sequence += 1
+        request = Request(add, self._sequence, min(wanted, self.window), self._eos_token_ids)
+        self.requests[request.request_id] = request
+        self._waiting_tokens += length
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, self._sequence, request))
+        if not self.kv.enable_prefix_caching or self._groups.join(request):
+            self.waiting.add(request)
+        else:
+            self._note_wait(request, "first_choice")
+
+    def abort(self, request_id: str, reason: FinishReason) -> None:
+        """Ends a sequence in whatever state. Unknown ids are those that have ended by themselves."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish(request, reason)
+
+    def expire(self, now: float) -> list[TokenOutput]:
+        """Fails those that are past their deadline and have never been scheduled."""
+        outputs: list[TokenOutput] = []
+        while self._deadlines and self._deadlines[0][0] < now:
+            request = heappop(self._deadlines)[2]
+            if request.status is _WAITING and not request.timings.first_scheduled:
+                self._note_wait(request, "deadline")
+                waited = f"The request waited {now - request.arrival:.1f} s in the queue, past its deadline."
+                outputs.append(failure(request, waited, now))
+                self._finish(request, "error")
+        return outputs
+
+    def fail(self) -> None:
+        """A step broke: ends everything and takes back what unfinished steps had published."""
+        for request in list(self.requests.values()):
+            self._finish(request, "error")
+        self._in_flight.clear()
+        self.kv.fail_steps()
+        self._slots.settle(self.kv.finished_step)
+
+    # ---------------------------------------------------------------- planning
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, None if nobody can compute anything. Decodes first, then prompts under way, then newcomers."""
+        kv, draft = self.kv, Draft(self._step + 1)
+        kv.open_step(draft.step)
+        budget = self._plan_running(draft, self.limits.max_num_batched_tokens)
+        if self.waiting.items and not draft.preempted:
+            self._plan_waiting(draft, budget, now)
+        num_tokens = draft.num_tokens
+        copies = kv.seal_step(num_tokens)
+        if num_tokens == 0:
+            return None
+        self._step = draft.step
+        self._in_flight.append(draft.requests)
+        self.counters.steps_total += 1
+        self.counters.scheduled_tokens = num_tokens
+        return draft.plan(copies, self._slots.newly_freed())
+
+    def _plan_running(self, draft: Draft, budget: int) -> int:
+        """Returns the budget that is left."""
+        size, step = self.kv.block_size, draft.step
+        decodes, slots = draft.decodes, draft.decode_slots
+        decodes_ahead = len(self.running) - self._num_prefilling
+        for request in self.running.items:  # preemption shortens the list at its end only
+            if request.prefilling:
+                budget -= self._plan_prefill(draft, request, budget - decodes_ahead)
+                continue
+            decodes_ahead -= 1
+            computed = request.num_computed
+            if budget <= 0 or len(request.token_ids) + request.num_in_flight >= request.max_total:
+                continue  # with its token in flight it will be complete
+            if computed == len(request.block_ids) * size:
+                ids = self._make_room(draft, request, computed + 1)
+                if ids is None:
+                    continue
+                draft.new_blocks.append((request.slot, ids))
+            request.num_computed = computed + 1
+            request.num_in_flight += 1
+            request.last_step = step
+            decodes.append(request)
+            slots.append(request.slot)
+            budget -= 1
+        return budget
+
+    def _plan_prefill(self, draft: Draft, request: Request, budget: int) -> int:
+        """The next chunk of a running request's prompt. Returns its number of tokens."""
+        if budget <= 0:
+            return 0
+        if request.last_step <= self.kv.finished_step:
+            self._catch_up(request)
+        remaining = len(request.token_ids) - request.num_computed
+        tokens = min(remaining, budget)
+        if remaining > budget // 2 > 0:
+            tokens = min(remaining, budget - self._riders(request, budget // 2))
+        ids = self._make_room(draft, request, request.num_computed + tokens)
+        if ids is None:
+            return 0
+        if tokens < remaining and draft.capped is None:
+            draft.capped = request
+        if request.row_is_stale:
+            request.row_is_stale = False
+            draft.reentered_slots.append(request.slot)
+            draft.enter(request)
+        elif ids:
+            draft.new_blocks.append((request.slot, ids))
+        self._add_chunk(draft, request, tokens)
+        return tokens
+
+    def _catch_up(self, request: Request) -> None:
+        """Skips what others have computed meanwhile of the request's prompt."""
+        before = request.num_computed
+        if self.kv.extend_match(request):
+            request.row_is_stale = True
+            self._reserve(request, self._footprint(request) - len(request.block_ids))
+            if request.num_preemptions == 0:
+                request.cached_tokens += request.num_computed - before
+                self.counters.prefix_hits_total += request.num_computed - before
+
+    def _riders(self, request: Request, limit: int) -> int:
+        """Tokens, at most `limit`, kept for waiting requests while a long prompt is computed.
+
+        Prompts short enough to be computed whole ride along with its chunks, and those before it in order.
+        """
+        wanted = 0
+        for other in islice(self.waiting, MAX_EXAMINED if self._slots.num_free else 0):
+            match = self._fitting_match(other)
+            if match is not None:
+                remaining = len(other.token_ids) - match.num_tokens
+                if other.order < request.order:
+                    wanted = min(wanted + remaining, limit)
+                elif wanted + remaining <= limit:
+                    wanted += remaining
+        return wanted
+
+    def _plan_waiting(self, draft: Draft, budget: int, now: float) -> None:
+        """Admits who fits, in order. Who does not may be overtaken: not for ever, and not after a preemption."""
+        items, kv = self.waiting.items, self.kv
+        passed: list[Request] = []
+        num_overtaken = place = 0
+        while budget > 0 and self._slots.num_free and place < min(len(items), MAX_EXAMINED):
+            request = items[place]
+            if request.last_step > kv.finished_step:  # preempted just now: its last token is still to come
+                self._note_wait(request, "unfinished_step")
+                break
+            match = self._fitting_match(request)
+            if match is None:
+                exhausted = request.num_preemptions > 0 or request.passed_over >= self.limits.max_passed_over
+                self._note_wait(request, "reserved" if exhausted else "no_pages")
+                if exhausted:
+                    break
+                passed.append(request)
+                place += 1
+                continue
+            remaining = len(request.token_ids) - match.num_tokens
+            if draft.capped is not None and remaining > budget and request.order > draft.capped.order:
+                self._note_wait(request, "budget")
+                place += 1
+                continue
+            budget -= self._admit(draft, request, match, min(remaining, budget), now)
+            num_overtaken = len(passed)
+        for request in passed[:num_overtaken]:
+            request.passed_over += 1
+        if items and not self._slots.num_free:
+            self._note_wait(items[0], "no_slot")
+
+    def _fitting_match(self, request: Request) -> Match | None:
+        """The request's prefix in the cache if all its tokens fit behind it, a page for generation included."""
+        kv = self.kv
+        room = kv.num_available - self._num_reserved
+        if room <= 0:
+            return None
+        match = kv.match_prefix(request)
+        needed = self._footprint(request) - len(match.blocks)
+        if needed + kv.cost(match) > room and match.source is not None:
+            match = Match(
+                match.blocks, num_tokens=len(match.blocks) * kv.block_size
+            )  # the copy's source may be evicted
+        return match if needed + kv.cost(match) <= room else None
+
+    def _footprint(self, request: Request) -> int:
+        """Blocks for all the request's tokens and a page for generation; no more than it can ever store."""
+        kv = self.kv
+        return min(kv.blocks_for(len(request.token_ids)) + 1, kv.blocks_for(request.max_total - 1))
+
+    def _admit(self, draft: Draft, request: Request, match: Match, tokens: int, now: float) -> int:
+        counters = self.counters
+        self.waiting.remove(request)
+        self._waiting_tokens -= len(request.token_ids)
+        self.kv.admit(request, match, match.num_tokens + tokens)
+        if request.cached_tokens < 0:
+            request.cached_tokens = match.num_tokens
+            if self.kv.enable_prefix_caching:
+                counters.prefix_queries_total += request.num_prompt
+                counters.prefix_hits_total += match.num_tokens
+            request.timings.first_scheduled = now
+        request.slot = self._slots.take()
+        request.status, request.prefilling, request.wait_reason = _RUNNING, True, ""
+        self.running.add(request)
+        self._num_prefilling += 1
+        draft.enter(request)
+        self._add_chunk(draft, request, tokens)
+        return tokens
+
+    def _add_chunk(self, draft: Draft, request: Request, tokens: int) -> None:
+        """A row of a prompt, or of what a preempted request computes again."""
+        start, end = request.num_computed, request.num_computed + tokens
+        samples = end == len(request.token_ids)
+        request.num_computed, request.last_step = end, draft.step
+        self.kv.publish(request, end, draft.step)
+        again = max(0, min(end, request.num_reached) - start)
+        self.counters.recomputed_tokens_total += again
+        self.counters.prefill_tokens_total += max(0, min(end, request.num_prompt) - start - again)
+        if samples:
+            request.num_in_flight += 1
+            self._end_prefill(request)
+        else:
+            self._reserve(request, self._footprint(request) - len(request.block_ids))
+        draft.add_chunk(request, tokens, samples)
+
+    def _make_room(self, draft: Draft, request: Request, num_tokens: int) -> list[int] | None:
+        """Blocks for a running request, those of later ones if need be. None: it has no row in this step."""
+        while (ids := self.kv.try_allocate(request, num_tokens)) is None:
+            if self.kv.awaits_release:
+                return None  # pages come back when a step ends
+            victim = self.running.victim
+            draft.preempted = True
+            self._preempt(victim, request)
+            if victim is request:
+                return None
+        return ids
+
+    def _preempt(self, victim: Request, beneficiary: Request) -> None:
+        """Back to the queue with its key; its tokens are computed again, its published pages stay cached."""
+        reason = "no_pages_left" if victim is beneficiary else "yielded_to_earlier"
+        self.kv.events.record("preemption", reason, victim, beneficiary, pages=len(victim.block_ids))
+        self.counters.preemptions_total[reason] = self.counters.preemptions_total.get(reason, 0) + 1
+        victim.num_reached = max(victim.num_reached, victim.num_computed)
+        victim.num_preemptions += 1
+        self._leave(victim)
+        victim.status = _WAITING
+        self._waiting_tokens += len(victim.token_ids)
+        self.waiting.add(victim)
+
+    # ---------------------------------------------------------------- results
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenOutput]:
+        """Takes the result of the oldest unfinished step."""
+        requests = self._in_flight.popleft()
+        assert result.step == plan.step and len(requests) == len(plan.slots)
+        kv, size = self.kv, self.kv.block_size
+        kv.close_step(plan.step)
+        self._slots.settle(plan.step)
+        outputs: list[TokenOutput] = []
+        rows = iter(result.rows)
+        for request, tokens, samples in zip(requests, plan.num_tokens, plan.samples, strict=True):
+            row = next(rows) if samples else None
+            if request.status is _FINISHED:
+                continue  # aborted, or finished by the step before: this token is one too many
+            if row is not None:
+                request.num_in_flight -= 1
+                if row.error is not None:
+                    outputs.append(failure(request, row.error, now))
+                    self._finish(request, "error", keep=False)
+                    continue
+            if request.status is _RUNNING:  # not preempted meanwhile
+                before = request.num_confirmed
+                request.num_confirmed = confirmed = before + tokens
+                if confirmed % size < tokens:
+                    kv.publish(request, confirmed, plan.step)
+                if before < request.num_prompt <= confirmed:
+                    self._prompt_computed(request, plan.step)
+            if row is not None and row.token_ids:
+                output = take_tokens(request, row, now)
+                outputs.append(output)
+                self.counters.generated_tokens_total += len(output.token_ids)
+                if request.status is _WAITING:
+                    self._waiting_tokens += len(output.token_ids)
+                if output.finish_reason is not None:
+                    self._finish(request, output.finish_reason)
+        return outputs
+
+    def _prompt_computed(self, request: Request, step: int) -> None:
+        self.kv.publish_tail(request, step)
+        for sibling in self._groups.prompt_computed(request):
+            self.waiting.add(sibling)
+
+    # ---------------------------------------------------------------- ends
+    def _finish(self, request: Request, reason: FinishReason, keep: bool = True) -> None:
+        """keep=False: what its pages hold is in doubt."""
+        if request.status is _RUNNING:
+            self._leave(request, keep)
+        else:
+            self._waiting_tokens -= len(request.token_ids)
+            if not self._groups.drop(request):
+                self.waiting.remove(request)
+        request.status, request.finish_reason = _FINISHED, reason
+        del self.requests[request.request_id]
+        heir = self._groups.heir(request)
+        if heir is not None:
+            self.waiting.add(heir)
+
+    def _leave(self, request: Request, keep: bool = True) -> None:
+        """Out of the running set; its blocks and its slot when no unfinished step has a row of it."""
+        self.running.remove(request)
+        if request.prefilling:
+            self._end_prefill(request)
+        self.kv.free(request, keep)
+        self._slots.give_back(request.slot, request.last_step, self.kv.finished_step)
+        request.slot, request.row_is_stale = -1, False
+
+    def _end_prefill(self, request: Request) -> None:
+        request.prefilling = False
+        self._num_prefilling -= 1
+        self._reserve(request, 0)
+
+    def _reserve(self, request: Request, blocks: int) -> None:
+        self._num_reserved += blocks - request.num_reserved
+        request.num_reserved = blocks
+
+    def _note_wait(self, request: Request, reason: str) -> None:
+        if request.wait_reason != reason:
+            request.wait_reason = reason
+            self.kv.events.record("wait", reason, request)
+
+    # ---------------------------------------------------------------- views
+    def stats(self) -> Stats:
+        waiting = len(self.requests) - len(self.running)
+        return snapshot(self.counters, self.kv, len(self.running), waiting, self._waiting_tokens)
+
+    def check(self) -> None:
+        """Asserts every invariant, the KV manager's included. Not while a step is being planned."""
+        self.kv.check()
+        running, waiting = self.running.items, self.waiting.items
+        for queue in (running, waiting):
+            assert all(one.order < two.order for one, two in pairwise(queue))
+        self._slots.check([request.slot for request in running])
+        assert self._num_prefilling == sum(request.prefilling for request in running)
+        assert self._num_reserved == sum(request.num_reserved for request in running)
+        queued = [request for request in self.requests.values() if request.status is _WAITING]
+        assert self._waiting_tokens == sum(len(request.token_ids) for request in queued)
+        for request in running:
+            assert request.status is _RUNNING
+            assert request.num_confirmed <= request.num_computed < request.max_total
+            assert request.num_computed <= request.num_tokens <= request.max_total
+        for request in waiting:
+            assert request.status is _WAITING and not request.block_ids and request.slot < 0

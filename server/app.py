@@ -1,0 +1,73 @@
+"""The HTTP application, and the command that serves it.
+
+RequestContext (id, last catch, metrics) ─> APIKeyMiddleware ─> routes ─> EngineClient
+"""
+
+import logging
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from configs.settings import Settings
+from configs.version import VERSION
+from engine import OctavoError
+from server.auth import APIKeyMiddleware, Keyring
+from server.context import ServerContext
+from server.errors import HTTPError, problem_of
+from server.exposition import build_registry
+from server.metrics import Metrics
+from server.middleware import RequestContext
+from server.openapi import describe
+from server.protocol.body import Body
+from server.protocol.chat import ChatBody
+from server.protocol.completion import CompletionBody
+from server.protocol.tokens import DetokenizeBody, TokenizeBody
+from server.routes import generate, kv, models, page, probes, tokens
+from server.serving import Serving
+
+ROUTERS = (generate.router, models.router, tokens.router, kv.router, probes.router, page.router)
+SHAPES: list[type[Body]] = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody]
+
+
+def create_app(context: ServerContext) -> FastAPI:
+    """The application around a context, whose client may come later."""
+    app = FastAPI(
+        title="Octavo",
+        version=VERSION,
+        description="OpenAI-compatible LLM inference whose subject is the KV cache.",
+        docs_url=None,  # its page would load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    settings = context.settings
+    app.state.context = context
+    app.state.registry = build_registry(
+        context.metrics,
+        phase=lambda: context.phase,
+        compat=settings.metrics_compat == "vllm",
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+    )
+    for router in ROUTERS:
+        app.include_router(router)
+    app.openapi = lambda: describe(app, SHAPES)  # type: ignore[method-assign]
+    for kind in (OctavoError, HTTPError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_middleware(APIKeyMiddleware, Keyring(settings.api_key), settings.protect_metrics)
+    app.add_middleware(RequestContext, context.metrics)
+    return app
+
+
+def serve(settings: Settings) -> int:
+    """Serves until a signal or the engine's end. Returns the exit code; raises `StartupError` where it cannot start."""
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    context = ServerContext(settings, Metrics())
+    return Serving(context, create_app(context)).run()
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return problem_of(error).response()

@@ -1,0 +1,89 @@
+"""POST /v1/chat/completions and /v1/completions: one path for both, streamed or whole."""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from engine import EngineClient
+from server import translate
+from server.context import ServerContext, context_of
+from server.generation import Generation, Work, collect
+from server.limits import read_body
+from server.openapi import accepts
+from server.protocol.answer import Answer
+from server.protocol.body import parse
+from server.protocol.chat import ChatBody
+from server.protocol.completion import CompletionBody
+from server.protocol.sampling import GenerationBody
+from server.streaming import ClientGone, EventStream, first_delta, frames_of, unless_gone
+
+router = APIRouter(prefix="/v1", tags=["generation"])
+
+Shape = TypeVar("Shape", bound=GenerationBody)
+Translate = Callable[[ServerContext, EngineClient, Shape, Request], Awaitable[tuple[Work, Answer]]]
+
+GONE = 499
+"""For the log: nobody reads it."""
+
+
+@router.post("/chat/completions", openapi_extra=accepts(ChatBody))
+async def chat_completions(request: Request) -> Response:
+    """Answers a conversation."""
+    return await generate(request, ChatBody, translate.chat)
+
+
+@router.post("/completions", openapi_extra=accepts(CompletionBody))
+async def completions(request: Request) -> Response:
+    """Completes texts or token ids."""
+    return await generate(request, CompletionBody, translate.completion)
+
+
+async def generate(request: Request, shape: type[Shape], translation: Translate[Shape]) -> Response:
+    context = context_of(request)
+    try:
+        client = context.engine()
+        body = parse(shape, await read_body(request, context.limits))
+        work, answer = await translation(context, client, body, request)
+        generation = await Generation.start(client, work, context.metrics)
+    except ClientDisconnect:
+        context.metrics.request_finished("abort")
+        return _gone(context)
+    except Exception:
+        context.metrics.request_finished("rejected")
+        raise
+    if body.stream:
+        return await _streamed(request, context, generation, answer)
+    return await _whole(request, context, generation, answer)
+
+
+async def _whole(request: Request, context: ServerContext, generation: Generation, answer: Answer) -> Response:
+    count = len(generation.work.prompts) * generation.work.params.n
+    try:
+        choices = await unless_gone(request, collect(generation, count))
+        return Response(answer.body(choices, generation.usage), media_type="application/json")
+    except ClientGone:
+        return _gone(context)
+    finally:
+        generation.close()
+
+
+async def _streamed(request: Request, context: ServerContext, generation: Generation, answer: Answer) -> Response:
+    keep_alive = context.settings.sse_keep_alive_interval or None
+    try:
+        first = await first_delta(request, generation, keep_alive)
+    except ClientGone:
+        generation.close()
+        return _gone(context)
+    except BaseException:
+        generation.close()
+        raise
+    frames = frames_of(generation, answer, first, keep_alive)
+    return EventStream(generation, frames, context.metrics, context.limits.stall_seconds)
+
+
+def _gone(context: ServerContext) -> Response:
+    context.metrics.client_disconnected()
+    return Response(status_code=GONE)

@@ -1,0 +1,242 @@
+"""The only way from OpenAI's words to ours: a checked body becomes `Work` for the engine and an `Answer` for the
+client."""
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from engine import EngineClient, Envelope, InvalidRequest, SamplingParams
+from server.context import ServerContext, caller_of
+from server.generation import Work
+from server.middleware import request_id_from
+from server.protocol.answer import Answer, AnswerInfo
+from server.protocol.chat import ChatBody, TemplateBody
+from server.protocol.chat_answer import ChatAnswer
+from server.protocol.completion import CompletionBody
+from server.protocol.completion_answer import CompletionAnswer
+from server.protocol.logprobs import TokenSpelling
+from server.protocol.sampling import GenerationBody
+from server.protocol.unsupported import CHAT, COMPLETION, refuse
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for raw completions. A chat without a limit runs to the window."""
+MAX_CHOICES = 1024
+"""Prompts times n of one request."""
+MAX_BAD_WORDS = 128
+TIER_PRIORITY = {"priority": -1, "fast": -1, "flex": 1}
+
+Result = TypeVar("Result")
+
+
+async def chat(context: ServerContext, client: EngineClient, body: ChatBody, request: Request) -> tuple[Work, Answer]:
+    """Raises `InvalidRequest`, or `HTTPError` for an unknown model."""
+    model = context.served_name(body.model)
+    refuse(body, CHAT)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", "top_logprobs", "invalid_value")
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    limit, name = body.max_completion_tokens, "max_completion_tokens"
+    if limit is None:
+        limit, name = body.max_tokens, "max_tokens"
+    params = sampling_params(client, body, limit, name, top)
+    prompt = truncated(client, await conversation(context, client, body, body.reasoning_effort), body, params)
+    work = Work([prompt], params, envelope_of(context, body, request))
+    info = answer_info(context, body, "chatcmpl", model, work.prompts)
+    return work, ChatAnswer(info, TokenSpelling(client.tokenizer, params.skip_special_tokens), top)
+
+
+async def completion(
+    context: ServerContext, client: EngineClient, body: CompletionBody, request: Request
+) -> tuple[Work, Answer]:
+    """Raises `InvalidRequest`, or `HTTPError` for an unknown model."""
+    model = context.served_name(body.model)
+    refuse(body, COMPLETION)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest("best_of other than n is not supported.", "best_of", "unsupported_parameter")
+    limit = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = sampling_params(client, body, limit, "max_tokens", body.logprobs)
+    prompts = [truncated(client, ids, body, params) for ids in await encoded_prompts(context, client, body)]
+    if len(prompts) * params.n > MAX_CHOICES:
+        message = f"{len(prompts)} prompts times n = {params.n} are more than {MAX_CHOICES} choices."
+        raise InvalidRequest(message, "n", "invalid_value")
+    work = Work(prompts, params, envelope_of(context, body, request))
+    info = answer_info(context, body, "cmpl", model, prompts)
+    spelling = TokenSpelling(client.tokenizer, params.skip_special_tokens)
+    return work, CompletionAnswer(info, spelling, body.logprobs, params.n)
+
+
+# ---------------------------------------------------------------------- sampling
+def sampling_params(
+    client: EngineClient, body: GenerationBody, limit: int | None, limit_name: str, logprobs: int | None
+) -> SamplingParams:
+    """What the request says, else what the model's authors chose, else neutral values. Raises `InvalidRequest`."""
+    defaults = client.model.generation_defaults
+    if limit is not None and limit < 1:
+        raise InvalidRequest(f"{limit_name} must be at least 1, got {limit}.", limit_name, "invalid_value")
+    if limit is None and "max_tokens" in defaults:
+        limit = int(defaults["max_tokens"])
+    given: dict[str, Any] = {
+        "n": body.n,
+        "min_tokens": body.min_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "seed": body.seed,
+        "stop": (body.stop,) if isinstance(body.stop, str) else body.stop and tuple(body.stop),
+        "include_stop_str_in_output": body.include_stop_str_in_output,
+        "stop_token_ids": body.stop_token_ids and tuple(body.stop_token_ids),
+        "allowed_token_ids": None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        "ignore_eos": body.ignore_eos,
+        "skip_special_tokens": body.skip_special_tokens,
+        "logit_bias": _token_biases(body.logit_bias),
+        "bad_words": body.bad_words and _bad_words(client, body.bad_words),
+    }
+    chosen: dict[str, Any] = {name: defaults.get(name) if value is None else value for name, value in given.items()}
+    explicit: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    return SamplingParams(max_tokens=limit, logprobs=logprobs, **explicit)
+
+
+def _token_biases(biases: dict[str, float] | None) -> dict[int, float] | None:
+    if biases is None:
+        return None
+    try:
+        return {int(key): value for key, value in biases.items()}
+    except ValueError:
+        bad = next(key for key in biases if not key.lstrip("-").isdecimal())
+        raise InvalidRequest(
+            f"logit_bias maps token ids, got the key {bad[:40]!r}.", "logit_bias", "invalid_value"
+        ) from None
+
+
+def _bad_words(client: EngineClient, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as it stands at the start of a text and, where only its first token differs then, after a space."""
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words may have at most {MAX_BAD_WORDS} entries.", "bad_words", "invalid_value")
+    sequences: list[tuple[int, ...]] = []
+    for word in words:
+        plain = tuple(client.tokenizer.encode_plain(word))
+        spaced = tuple(client.tokenizer.encode_plain(" " + word.lstrip()))
+        sequences.append(plain)
+        if len(spaced) == len(plain) and spaced[:1] != plain[:1]:
+            sequences.append(spaced)
+    return tuple(sequences)
+
+
+# ---------------------------------------------------------------------- prompts
+async def encoded_prompts(context: ServerContext, client: EngineClient, body: CompletionBody) -> list[list[int]]:
+    """Token ids of each prompt. In raw text, control tokens are parsed."""
+    prompt = body.prompt
+    special = body.add_special_tokens is not False
+    if isinstance(prompt, str):
+        return [await encoded(context, client, prompt, special)]
+    if prompt and isinstance(prompt[0], str):
+        return [await encoded(context, client, str(text), special) for text in prompt]
+    if prompt and isinstance(prompt[0], list):
+        return [ids for ids in prompt if isinstance(ids, list)]
+    return [[token for token in prompt if isinstance(token, int)]]
+
+
+async def encoded(context: ServerContext, client: EngineClient, text: str, special: bool) -> list[int]:
+    return await _aside(context, len(text), lambda: client.tokenizer.encode(text, add_special_tokens=special))
+
+
+async def conversation(
+    context: ServerContext, client: EngineClient, body: TemplateBody, reasoning_effort: str | None = None
+) -> list[int]:
+    """Token ids of the rendered conversation. Only the template's own text becomes control tokens."""
+    messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
+    extra = dict(body.chat_template_kwargs or {})
+    if reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", reasoning_effort)
+    size = sum(message.length for message in body.messages or ())
+    continues = bool(body.continue_final_message)
+    generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return await _aside(
+        context,
+        size,
+        lambda: client.chat.render(
+            messages, add_generation_prompt=generates, continue_final_message=continues, template_kwargs=extra
+        ),
+    )
+
+
+async def _aside(context: ServerContext, size: int, work: Callable[[], Result]) -> Result:
+    """Short texts are quicker done here than handed over; long ones must not hold up other requests' streams."""
+    return work() if size <= context.limits.encode_inline_chars else await asyncio.to_thread(work)
+
+
+def truncated(client: EngineClient, ids: list[int], body: GenerationBody, params: SamplingParams) -> list[int]:
+    """The prompt's end, if the request asks for that by `truncate_prompt_tokens`; input is never dropped otherwise."""
+    keep = body.truncate_prompt_tokens
+    if keep is None or client.info is None:
+        return ids
+    if keep == 0:
+        raise InvalidRequest(
+            "truncate_prompt_tokens must be -1 or at least 1.", "truncate_prompt_tokens", "invalid_value"
+        )
+    if keep < 0:
+        keep = max(1, client.info.cache.max_model_len - (params.max_tokens or 1))
+    return ids[-keep:]
+
+
+# ---------------------------------------------------------------------- who asks
+def envelope_of(context: ServerContext, body: GenerationBody, request: Request) -> Envelope:
+    tenant = caller_of(request).tenant
+    if body.cache_salt == "":
+        raise InvalidRequest("cache_salt must not be empty.", "cache_salt", "invalid_value")
+    priority = body.priority if body.priority is not None else TIER_PRIORITY.get(body.service_tier or "", 0)
+    return Envelope(
+        request_id=uuid.uuid4().hex,
+        salt=cache_salt(tenant if context.settings.cache_sharing == "key" else None, body.cache_salt),
+        tenant=tenant,
+        priority=priority,
+        deadline=_deadline(context, body, request),
+    )
+
+
+def cache_salt(tenant: str | None, salt: str | None) -> str | None:
+    """Roots the prefix tree. Tagged by kind, the digest first and of fixed length: no salt passes for another's key."""
+    parts = []
+    if tenant is not None:
+        parts.append(f"key={tenant}")
+    if salt is not None:
+        parts.append(f"salt={salt}")
+    return ";".join(parts) or None
+
+
+def _deadline(context: ServerContext, body: GenerationBody, request: Request) -> float | None:
+    """When the client will have given up, as OpenAI's clients say; comment lines keep a stream's client waiting."""
+    try:
+        seconds = float(request.headers.get("x-stainless-read-timeout", "nan"))
+    except ValueError:
+        return None
+    if not (math.isfinite(seconds) and seconds > 0):
+        return None
+    if body.stream and 0 < context.settings.sse_keep_alive_interval < seconds:
+        return None
+    return time.monotonic() + seconds
+
+
+def answer_info(
+    context: ServerContext, body: GenerationBody, kind: str, model: str, prompts: list[list[int]]
+) -> AnswerInfo:
+    return AnswerInfo(
+        id=f"{kind}-{request_id_from(body.request_id)}",
+        model=model,
+        created=int(time.time()),
+        fingerprint=context.fingerprint,
+        service_tier=body.service_tier,
+        include_usage=body.wants_usage,
+        running_usage=body.wants_running_usage,
+        return_token_ids=bool(body.return_token_ids),
+        prompt_token_ids=prompts,
+    )

@@ -1,0 +1,338 @@
+"""GGUF: files written here as llama.cpp's converter does, read back; SmolLM2 against transformers."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from contiguous_attention import ContiguousAttention, whole_sequences
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from smollm2 import smollm2_gguf
+from tiny_models import LLAMA3, VARIANTS, TinyLlama, build, quiet
+
+from configs.model import ModelConfig, RopeConfig
+from engine.errors import StartupError
+from engine.model.base import CausalLM
+from engine.model.gguf_weights import NAMES, GGUFSource
+from engine.model.registry import load_model
+
+SEQUENCE = [(11 * i) % 256 for i in range(40)]
+Extra = Callable[[gguf.GGUFWriter], object]
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    config = ModelConfig.from_source(path)
+    return load_model(path, config, dtype, 64, lambda fraction: None)
+
+
+@torch.inference_mode()
+def logits_of(model: CausalLM) -> torch.Tensor:
+    return model(whole_sequences([SEQUENCE]), ContiguousAttention())
+
+
+def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Q and K rows as llama.cpp's converter permutes them: halves of a head become neighbours."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def file_name(name: str) -> str:
+    """Hugging Face's name -> llama.cpp's."""
+    stem, _, part = name.rpartition(".")
+    layer = next((piece for piece in stem.split(".") if piece.isdigit()), "")
+    backward = {theirs.replace("*", layer): ours.replace("*", layer) for ours, theirs in NAMES.items()}
+    return f"{backward[stem]}.{part}"
+
+
+def write_gguf(path: Path, folder: Path, kind: Kind, drop: str = "", extra: Extra = lambda writer: None) -> Path:
+    """The model in `folder` as a GGUF file, matrices stored as `kind` and vectors as F32."""
+    config = ModelConfig.from_source(folder)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_position)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    writer.add_eot_token_id(259)
+    extra(writer)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name == drop:
+            continue
+        values = tensor.float().numpy()
+        if ".q_proj." in name or ".k_proj." in name:
+            values = interleave(values, config.num_heads if ".q_proj." in name else config.num_kv_heads)
+        stored = kind if values.ndim == 2 else Kind.F32
+        writer.add_tensor(file_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(StartupError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith("--model: ") and str(path) in message and message.endswith(".") and "\n" not in message
+    return message
+
+
+# ------------------------------------------------------------------ round trips
+@pytest.mark.parametrize("name", ["mha", "gqa", "mqa", "tied", "head-dim", "attention-bias", "mlp-bias", "rope-theta"])
+def test_float32_file_equals_the_folder(name: str, tmp_path: Path) -> None:
+    folder = build(tmp_path / "hf", VARIANTS[name])
+    path = write_gguf(tmp_path / "model.gguf", folder, Kind.F32)
+    ours, theirs = ModelConfig.from_source(path), ModelConfig.from_source(folder)
+    for key in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position",
+                "intermediate_size", "rms_norm_eps", "rope", "tie_word_embeddings", "attention_bias", "mlp_bias",
+                "bos_token_id", "num_parameters"):  # fmt: skip
+        assert getattr(ours, key) == getattr(theirs, key), key
+    assert ours.eos_token_ids == (257, 259) and ours.architecture == "LlamaForCausalLM"
+    source, saved = GGUFSource(path, ours), load_file(folder / "model.safetensors")
+    assert source.shapes == {key: tuple(tensor.shape) for key, tensor in saved.items()}
+    assert all(torch.equal(source.read(key), tensor) for key, tensor in saved.items())
+    assert torch.equal(logits_of(load(path)), logits_of(load(folder)))
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
+def test_stored_types(kind: Kind, tmp_path: Path) -> None:
+    """Each value is the nearest that the type can hold, so within half a step of the original."""
+    folder = build(tmp_path / "hf")
+    source = GGUFSource(path := write_gguf(tmp_path / "m.gguf", folder, kind), ModelConfig.from_source(path))
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        values = source.read(name)
+        assert values.dtype == torch.float32 and values.shape == tensor.shape
+        if tensor.dim() == 1:
+            assert torch.equal(values, tensor)
+        elif kind in (Kind.F16, Kind.BF16):
+            assert torch.equal(values, tensor.to(torch.float16 if kind == Kind.F16 else torch.bfloat16).float())
+        else:
+            spans = tensor.reshape(-1, 32).amax(-1) - tensor.reshape(-1, 32).amin(-1)
+            steps = {Kind.Q8_0: 127, Kind.Q4_0: 7, Kind.Q4_1: 15, Kind.Q5_0: 15, Kind.Q5_1: 31}[kind]
+            errors = (values - tensor).abs().reshape(-1, 32).amax(-1)
+            assert (errors <= 1.01 * spans / steps + 1e-3).all() and errors.max() > 0
+    drift = (logits_of(load(path)) - logits_of(load(folder))).abs().max()
+    assert drift > 0
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
+def test_k_quants(kind: Kind, tmp_path: Path) -> None:
+    """Blocks of 256: random codes with sane scales; what arrives is what the gguf package makes of the whole tensor."""
+    folder = build(tmp_path / "hf", TinyLlama(hidden_size=256, intermediate_size=256, num_heads=4, num_layers=1))
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(0)
+    blocks = generator.integers(0, 256, (256, 256 // block, size), dtype=np.uint8)
+    scales = generator.uniform(0.001, 0.002, (256, 256 // block, 1)).astype(np.float16).view(np.uint8)
+    scale_at = size - 2 if kind is Kind.Q6_K else 0
+    blocks[..., scale_at : scale_at + 2] = scales
+    if kind is not Kind.Q6_K:
+        blocks[..., 2:4] = scales
+    raw = blocks.reshape(256, -1)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        folder,
+        Kind.F16,
+        drop=name,
+        extra=lambda writer: writer.add_tensor("blk.0.attn_q.weight", raw, raw_dtype=kind),
+    )
+    expected = gguf.quants.dequantize(raw, kind)
+    assert np.isfinite(expected).all() and expected.std() > 0
+    source = GGUFSource(path, ModelConfig.from_source(path))
+    assert np.array_equal(interleave(source.read(name).numpy(), 4), expected)
+    assert torch.isfinite(logits_of(load(path))).all()
+
+
+def test_llama3_scaling_travels_as_divisors(tmp_path: Path) -> None:
+    """The converter writes one divisor a frequency; the logits are those of the config.json form."""
+    folder = build(tmp_path / "hf", VARIANTS["rope-llama3"])
+    theta, head_dim = 10000.0, 16
+    factors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * pair / head_dim)
+        keep = (LLAMA3["original_max_position_embeddings"] / wavelength - 1.0) / (4.0 - 1.0)
+        keep = min(max(keep, 0.0), 1.0)
+        factors.append(1.0 / ((1.0 - keep) / LLAMA3["factor"] + keep))
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        folder,
+        Kind.F32,
+        extra=lambda writer: writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32)),
+    )
+    rope = ModelConfig.from_source(path).rope
+    assert rope.kind == "divisors" and rope.divisors == pytest.approx(factors)
+    torch.testing.assert_close(logits_of(load(path)), logits_of(load(folder)), rtol=1e-4, atol=1e-4)
+    plain = write_gguf(tmp_path / "plain.gguf", folder, Kind.F32)
+    assert (logits_of(load(plain)) - logits_of(load(folder))).abs().max() > 0.01
+
+
+def test_rope_scaling_keys(tmp_path: Path) -> None:
+    folder = build(tmp_path / "hf")
+
+    def rope_of(**values: Any) -> RopeConfig:
+        def write(writer: gguf.GGUFWriter) -> None:
+            for key, value in values.items():
+                getattr(writer, f"add_rope_scaling_{key}")(value)
+
+        return ModelConfig.from_source(write_gguf(tmp_path / "m.gguf", folder, Kind.F32, extra=write)).rope
+
+    assert rope_of(type=gguf.RopeScalingType.LINEAR, factor=2.5) == RopeConfig("linear", 10000.0, 2.5)
+    yarn = rope_of(type=gguf.RopeScalingType.YARN, factor=4.0, orig_ctx_len=128)
+    assert (yarn.kind, yarn.factor, yarn.original_max_position) == ("yarn", 4.0, 128)
+    assert yarn.attention_factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
+    tuned = rope_of(type=gguf.RopeScalingType.YARN, factor=4.0, orig_ctx_len=128, attn_factors=0.5, yarn_beta_fast=16.0)
+    assert tuned.attention_factor == pytest.approx(0.5 * yarn.attention_factor) and tuned.beta_fast == 16.0
+    with pytest.raises(
+        StartupError, match=r"llama\.rope\.scaling\.type must be one of none, linear, .* got 'longrope'"
+    ):
+        rope_of(type=gguf.RopeScalingType.LONGROPE)
+
+
+def test_sampling_defaults(tmp_path: Path) -> None:
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("general.sampling.temp", 0.7)
+        writer.add_int32("general.sampling.top_k", 20)
+
+    path = write_gguf(tmp_path / "m.gguf", build(tmp_path / "hf"), Kind.F32, extra=extra)
+    generation = ModelConfig.from_source(path).generation
+    assert (generation.temperature, generation.top_k, generation.top_p) == (0.7, 20, None)
+
+
+# ------------------------------------------------------------------ refusals
+def test_missing_tensor(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", build(tmp_path / "hf"), Kind.F32, drop="model.layers.1.mlp.up_proj.weight")
+    assert "lacks model.layers.1.mlp.up_proj.weight" in refusal(path)
+
+
+def test_unknown_tensor(tmp_path: Path) -> None:
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.0.attn_q_norm.weight", np.ones(16, dtype=np.float32))
+
+    path = write_gguf(tmp_path / "m.gguf", build(tmp_path / "hf"), Kind.F32, extra=extra)
+    assert "holds blk.0.attn_q_norm.weight, which this architecture does not have" in refusal(path)
+
+
+def test_type_that_is_not_read(tmp_path: Path) -> None:
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.0.attn_q.weight", np.zeros((64, 64), dtype=np.int8))
+
+    drop = "model.layers.0.self_attn.q_proj.weight"
+    path = write_gguf(tmp_path / "m.gguf", build(tmp_path / "hf"), Kind.F32, drop=drop, extra=extra)
+    assert "blk.0.attn_q.weight is stored as I8; read are F32, F16, BF16, Q4_0" in refusal(path)
+
+
+def test_file_cut_short(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", build(tmp_path / "hf"), Kind.F32)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "is incomplete: it ends before" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "words"),
+    [
+        ("qwen2", lambda writer: None, "has GGUF architecture 'qwen2', which is not supported"),
+        ("llama", lambda writer: writer.add_expert_count(8), "mixtures of experts are not supported"),
+        ("llama", lambda writer: writer.add_uint16("split.count", 3), "the GGUF is split into several files"),
+        ("llama", lambda writer: None, "llama.embedding_length is missing"),
+    ],
+)
+def test_header_that_is_refused(name: str, extra: Extra, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, name)
+    extra(writer)
+    writer.add_tensor("token_embd.weight", np.ones((4, 4), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(StartupError) as caught:
+        ModelConfig.from_source(path)
+    assert words in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def header(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A whole file with every kind of key that the configuration reads."""
+    folder = tmp_path_factory.mktemp("header")
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_attn_factors(0.5)
+        writer.add_float32("general.sampling.temp", 0.7)
+        writer.add_tensor("rope_freqs.weight", np.ones(8, dtype=np.float32))
+
+    return write_gguf(folder / "m.gguf", build(folder / "hf"), Kind.Q4_0, extra=extra).read_bytes()
+
+
+@settings(deadline=None)
+@given(places=st.lists(st.tuples(st.integers(4, 2500), st.integers(0, 255)), min_size=1, max_size=3))
+def test_damaged_header_is_read_or_refused(
+    places: list[tuple[int, int]], header: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    data = bytearray(header)
+    for position, value in places:
+        data[position] = value
+    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
+    path.write_bytes(data)
+    try:
+        GGUFSource(path, ModelConfig.from_source(path))
+    except StartupError as error:
+        assert "--model" in str(error)
+
+
+# ------------------------------------------------------------------ the real model
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    return smollm2_gguf()
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: Path) -> Any:
+    """transformers' own reading of the file, dequantised to fp32."""
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(
+            smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+
+def test_smollm2_shapes(smollm2: Path) -> None:
+    config = ModelConfig.from_source(smollm2)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
+    assert (config.vocab_size, config.window, config.tie_word_embeddings) == (49152, 8192, True)
+    assert (config.bos_token_id, config.eos_token_ids, config.rms_norm_eps) == (1, (2,), 1e-5)
+    assert config.num_parameters == 134_515_008
+
+
+def test_smollm2_weights_equal_transformers_bit_for_bit(smollm2: Path, reference: Any) -> None:
+    theirs: Mapping[str, torch.Tensor] = reference.state_dict()
+    source = GGUFSource(smollm2, ModelConfig.from_source(smollm2))
+    assert set(source.shapes) | {"lm_head.weight"} == set(theirs)
+    for name in source.shapes:
+        assert torch.equal(source.read(name), theirs[name]), name
+
+
+@torch.inference_mode()
+def test_smollm2_logits_equal_transformers(smollm2: Path, reference: Any) -> None:
+    ids = [(37 * i * i + 11 * i + 5) % 49152 for i in range(64)]
+    ours = load(smollm2)(whole_sequences([ids]), ContiguousAttention())
+    theirs = reference(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-3)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))

@@ -1,0 +1,123 @@
+"""The batch builder against a list-building reference, under random plans."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.messages import NewRow, StepPlan
+from engine.runner.prepare import BatchBuilder
+from engine.runner.request_rows import RequestRows
+from engine.sampling_params import SamplingParams
+
+NUM_SLOTS, WINDOW, VOCAB = 8, 96, 1000
+
+
+def plan_of(slots, num_tokens, samples) -> StepPlan:
+    return StepPlan(
+        step=0,
+        slots=slots,
+        num_tokens=num_tokens,
+        samples=samples,
+        new_rows=[],
+        new_blocks=[],
+        copies=[],
+        transfers=[],
+        freed_slots=[],
+    )
+
+
+@st.composite
+def worlds(draw):
+    """Rows in random slots and a plan over some of them, decode rows first."""
+    block_size = draw(st.sampled_from([2, 8, 16, 32]))
+    rows = RequestRows(NUM_SLOTS, WINDOW, block_size)
+    sequences = {}
+    decode_only = draw(st.booleans())
+    for slot in draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, unique=True)):
+        length = draw(st.integers(1, WINDOW))
+        computed = length - 1 if decode_only else draw(st.integers(0, length - 1))
+        num_tokens = 1 if decode_only else draw(st.integers(1, length - computed))
+        num_blocks = -(-(computed + num_tokens) // block_size)
+        ids = draw(st.lists(st.integers(0, VOCAB - 1), min_size=length, max_size=length))
+        blocks = draw(st.lists(st.integers(0, 2**31 // 32 - 1), min_size=num_blocks, max_size=num_blocks))
+        rows.admit(NewRow(slot, f"r{slot}", ids, 1, SamplingParams(), 0, blocks[:1], computed), VOCAB)
+        rows.append_blocks(slot, blocks[1:])
+        sequences[slot] = (ids, blocks, computed, num_tokens)
+    slots = sorted(sequences, key=lambda slot: sequences[slot][3] != 1)
+    samples = draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
+    return rows, sequences, plan_of(slots, [sequences[slot][3] for slot in slots], samples)
+
+
+def check(batch, rows: RequestRows, sequences, plan: StepPlan) -> None:
+    ids, positions, mapping, starts, lens, logit_rows = [], [], [], [0], [], []
+    for slot, samples in zip(plan.slots, plan.samples, strict=True):
+        tokens, blocks, computed, num_tokens = sequences[slot]
+        for position in range(computed, computed + num_tokens):
+            ids.append(tokens[position])
+            positions.append(position)
+            mapping.append(blocks[position // rows.block_size] * rows.block_size + position % rows.block_size)
+        starts.append(len(ids))
+        lens.append(computed + num_tokens)
+        if samples:
+            logit_rows.append(len(ids) - 1)
+    for tensor, expected, dtype in (
+        (batch.input_ids, ids, torch.int64),
+        (batch.positions, positions, torch.int64),
+        (batch.slot_mapping, mapping, torch.int64),
+        (batch.query_start, starts, torch.int32),
+        (batch.seq_lens, lens, torch.int32),
+        (batch.logit_rows, logit_rows, torch.int64),
+    ):
+        assert tensor.dtype == dtype and tensor.is_contiguous()
+        assert tensor.tolist() == expected
+    assert batch.block_tables.dtype == torch.int32 and batch.block_tables.is_contiguous()
+    for table, slot in zip(batch.block_tables.tolist(), plan.slots, strict=True):
+        _, blocks, computed, num_tokens = sequences[slot]
+        used = -(-(computed + num_tokens) // rows.block_size)
+        assert table[:used] == blocks[:used]
+    ones = [count == 1 for count in plan.num_tokens]
+    assert batch.num_decodes == (ones.index(False) if False in ones else len(ones))
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds())
+def test_against_lists(world):
+    rows, sequences, plan = world
+    before = rows.num_computed.copy()
+    check(BatchBuilder(rows, NUM_SLOTS * WINDOW).build(plan), rows, sequences, plan)
+    assert np.array_equal(rows.num_computed, before)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_buffers_hold_nothing_of_earlier_steps(data):
+    """One builder, a large step before the one that is checked."""
+    rows, sequences, plan = data.draw(worlds())
+    builder = BatchBuilder(rows, NUM_SLOTS * WINDOW)
+    large = plan_of(list(sequences), [len(sequences[slot][0]) - sequences[slot][2] for slot in sequences], plan.samples)
+    builder.build(large)
+    check(builder.build(plan), rows, sequences, plan)
+
+
+def test_a_slot_is_reused_without_traces():
+    rows = RequestRows(2, 16, 2)
+    rows.admit(NewRow(1, "a", [9] * 16, 16, SamplingParams(), 0, list(range(8)), 15), VOCAB)
+    rows.release(1)
+    rows.release(1)
+    assert rows.lengths[1] == rows.num_blocks[1] == 0
+    rows.admit(NewRow(1, "b", [4, 5, 6], 2, SamplingParams(), 0, [7], 1), VOCAB)
+    rows.append_blocks(1, [3])
+    rows.append_tokens(np.array([1]), np.array([8]))
+    assert rows.token_ids[1, : rows.lengths[1]].tolist() == [4, 5, 6, 8]
+    assert rows.block_table[1, : rows.num_blocks[1]].tolist() == [7, 3]
+    assert rows.num_prompt[1] == 2 and rows.num_computed[1] == 1
+
+
+def test_a08_a_token_id_outside_the_vocabulary_is_a_fault_of_its_row():
+    rows = RequestRows(2, 16, 2)
+    for bad in (VOCAB, -1, 2**40):
+        rows.admit(NewRow(0, "a", [1, bad, 2], 3, SamplingParams(), 0, [5], 0), VOCAB)
+        assert str(bad) in rows.faults[0] and rows.token_ids[0, :3].tolist() == [1, 0, 2]
+    rows.admit(NewRow(0, "b", [1], 1, SamplingParams(), 0, [5], 0), VOCAB)
+    assert not rows.faults

@@ -1,0 +1,45 @@
+import warnings
+from typing import Any
+
+import pytest
+from smollm2 import smollm2_gguf
+
+from engine.source import ModelSource
+from engine.text.chat_template import ChatRenderer
+from engine.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Tokenizer:
+    return Tokenizer.load(ModelSource(smollm2_gguf(), "SmolLM2", "test"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_chat(smollm2: Tokenizer) -> ChatRenderer:
+    return ChatRenderer(smollm2)
+
+
+@pytest.fixture(scope="session")
+def transformers() -> Any:
+    """The library itself: the oracle. Its warnings are its own business."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+        return transformers
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(transformers: Any) -> Any:
+    """transformers' tokenizer from the same file, with the digits pre-tokenizer that the file only names."""
+    from tokenizers import pre_tokenizers
+
+    path = smollm2_gguf()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    reference.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return reference
