@@ -34,7 +34,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple[EngineCore, EngineReady]:
-    """Loads the model, allocates the pool, warms up. Raises `StartupError`: one sentence that names the flag to change."""
+    """Loads the model, allocates the pool, warms up. Raises `StartupError`, which names the flag to change."""
     settings = Settings.create(launch.settings)
     path = Path(launch.path)
     config = ModelConfig.from_source(path)
@@ -71,7 +71,7 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
         max_model_len=plan.max_model_len,
         enable_prefix_caching=settings.enable_prefix_caching,
     )
-    core = EngineCore(scheduler, executor, NoGrammar())
+    core = EngineCore(scheduler, executor, NoGrammar(), cache)
     return core, EngineReady(cache, _summary(launch.name, config, dtype, plan, settings), config.vocab_size)
 
 
@@ -91,7 +91,7 @@ def _dtype(settings: Settings) -> DType:
     supported = torch.cpu._is_avx512_bf16_supported()
     if settings.dtype == "bfloat16" and not supported:
         raise StartupError(
-            f"--dtype bfloat16: this processor ({platform.machine()}) does not compute in bfloat16; use --dtype float32."
+            f"--dtype bfloat16: this {platform.machine()} processor does not compute in it; use --dtype float32."
         )
     if settings.dtype == "auto":
         return "bfloat16" if supported else "float32"

@@ -173,6 +173,7 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._outbox.close(linger=500)  # it hangs on the plain view of the context: `destroy` does not know it
         self._context.destroy(linger=500)
 
     async def _outlive(self, child: ChildProcess) -> None:

@@ -27,8 +27,8 @@ class Request:
         "adapter", "arrival", "block_ids", "cached_tokens", "deadline", "error", "finish_reason", "group", "index",
         "last_step", "max_total", "num_computed", "num_confirmed", "num_in_flight", "num_preemptions", "num_prompt",
         "num_published", "num_reached", "num_reserved", "order", "params", "passed_over", "prefilling", "priority",
-        "request_id", "row_is_stale", "salt", "slot", "status", "stop_ids", "stop_reason", "tenant", "timings", "token_ids",
-        "wait_reason",
+        "request_id", "row_is_stale", "salt", "slot", "status", "stop_ids", "stop_reason", "tenant", "timings",
+        "token_ids", "wait_reason",
     )  # fmt: skip
 
     def __init__(self, add: AddRequest, sequence: int, max_total: int, eos_token_ids: frozenset[int]) -> None:

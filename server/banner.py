@@ -37,34 +37,14 @@ class Progress:
 
 def startup_block(model: str, ready: EngineReady, settings: Settings, host: str, port: int) -> str:
     """Model, machine, pool, address, and a command to paste."""
-    cache = ready.cache
-    pool = f"{cache.num_blocks:,} pages of {cache.block_size} tokens = {cache.num_tokens:,} tokens, "
-    pool += (
-        f"{_size(cache.num_blocks * cache.bytes_per_block)} ({cache.dtype}, {cache.bytes_per_token:,} bytes a token)"
-    )
-    fits = cache.num_tokens / cache.max_model_len
     url = f"http://{_shown(host)}:{port}"
-    lines = {
-        **ready.summary,
-        "window": f"{cache.max_model_len:,} tokens; {fits:.1f} requests of full length fit in the KV cache",
-        "KV cache": pool,
-        "prefix caching": "on" if cache.enable_prefix_caching else "off",
-        "address": f"{url}   API at {url}/v1, metrics at {url}/metrics",
-    }
+    lines = {**ready.summary, "address": f"{url} (API {url}/v1, metrics {url}/metrics)"}
     width = max(map(len, lines))
     rows = "\n".join(f"  {name:<{width}}  {value}" for name, value in lines.items())
     key = " -H 'Authorization: Bearer KEY'" if settings.api_key else ""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is an octavo?"}]})
     curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     return f"\nOctavo serves {model}\n{rows}\n\n  {curl}\n"
-
-
-def _size(count: int) -> str:
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.1f} {units[0]}"
 
 
 def _shown(host: str) -> str:

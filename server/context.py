@@ -17,6 +17,9 @@ from server.metrics import Metrics
 
 Readiness = Literal["ready", "loading", "draining", "dead", "overloaded"]
 
+NUMERICS = ("model", "dtype", "attention", "linear")
+"""Lines of the engine's summary that decide an answer's bits; threads and the pool's size do not."""
+
 
 @dataclass
 class ServerContext:
@@ -36,8 +39,8 @@ class ServerContext:
         assert self.client is not None
         info = await self.client.ready()
         self.metrics.engine_ready(self.client.model.name, info)
-        numerics = "\n".join([VERSION, *sorted(f"{key}: {value}" for key, value in info.summary.items())])
-        self.fingerprint = "fp_" + hashlib.sha256(numerics.encode()).hexdigest()[:12]
+        numerics = [VERSION, *(f"{key}: {info.summary[key]}" for key in NUMERICS if key in info.summary)]
+        self.fingerprint = "fp_" + hashlib.sha256("\n".join(numerics).encode()).hexdigest()[:12]
         return info
 
     def engine(self) -> EngineClient:

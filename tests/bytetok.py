@@ -52,7 +52,7 @@ def byte_backend(words: Sequence[str] = ()) -> tokenizers.Tokenizer:
 def save_byte_tokenizer(folder: Path, *, template: str | None = CHATML) -> None:
     """Writes tokenizer.json and tokenizer_config.json, as a model folder has them."""
     byte_backend().save(str(folder / "tokenizer.json"))
-    config = {"bos_token": CONTROL[0], "eos_token": CONTROL[1], "add_bos_token": False}
+    config = {"bos_token": CONTROL[0], "eos_token": CONTROL[1]}
     if template is not None:
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

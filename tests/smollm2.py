@@ -3,8 +3,10 @@
 import dataclasses
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from engine.errors import StartupError
 from engine.source import DEFAULT_MODEL, resolve_packaged
@@ -16,6 +18,20 @@ def smollm2_gguf() -> Path:
     if isinstance(found, str):
         pytest.skip(f"SmolLM2 is not at hand: {found}")
     return found
+
+
+@cache
+def reference_model() -> Any:
+    """The same file in transformers, fp32, eager attention: the oracle. Loaded once, since that takes seconds."""
+    from tiny_models import quiet
+
+    path = smollm2_gguf()
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
 
 @cache

@@ -177,7 +177,7 @@ class Scheduler:
         before = request.num_computed
         if self.kv.extend_match(request):
             request.row_is_stale = True
-            self._reserve(request, self._footprint(request) - len(request.block_ids))
+            self._reserve(request, self.kv.footprint(request) - len(request.block_ids))
             if request.num_preemptions == 0:
                 request.cached_tokens += request.num_computed - before
                 self.counters.prefix_hits_total += request.num_computed - before
@@ -189,7 +189,7 @@ class Scheduler:
         """
         wanted = 0
         for other in islice(self.waiting, MAX_EXAMINED if self._slots.num_free else 0):
-            match = self._fitting_match(other)
+            match = self.kv.fitting_match(other, self._num_reserved)
             if match is not None:
                 remaining = len(other.token_ids) - match.num_tokens
                 if other.order < request.order:
@@ -208,7 +208,7 @@ class Scheduler:
             if request.last_step > kv.finished_step:  # preempted just now: its last token is still to come
                 self._note_wait(request, "unfinished_step")
                 break
-            match = self._fitting_match(request)
+            match = kv.fitting_match(request, self._num_reserved)
             if match is None:
                 exhausted = request.num_preemptions > 0 or request.passed_over >= self.limits.max_passed_over
                 self._note_wait(request, "reserved" if exhausted else "no_pages")
@@ -222,33 +222,16 @@ class Scheduler:
                 self._note_wait(request, "budget")
                 place += 1
                 continue
-            budget -= self._admit(draft, request, match, min(remaining, budget), now)
+            tokens = min(remaining, budget)
+            budget -= tokens
+            self._admit(draft, request, match, tokens, now)
             num_overtaken = len(passed)
         for request in passed[:num_overtaken]:
             request.passed_over += 1
         if items and not self._slots.num_free:
             self._note_wait(items[0], "no_slot")
 
-    def _fitting_match(self, request: Request) -> Match | None:
-        """The request's prefix in the cache if all its tokens fit behind it, a page for generation included."""
-        kv = self.kv
-        room = kv.num_available - self._num_reserved
-        if room <= 0:
-            return None
-        match = kv.match_prefix(request)
-        needed = self._footprint(request) - len(match.blocks)
-        if needed + kv.cost(match) > room and match.source is not None:
-            match = Match(
-                match.blocks, num_tokens=len(match.blocks) * kv.block_size
-            )  # the copy's source may be evicted
-        return match if needed + kv.cost(match) <= room else None
-
-    def _footprint(self, request: Request) -> int:
-        """Blocks for all the request's tokens and a page for generation; no more than it can ever store."""
-        kv = self.kv
-        return min(kv.blocks_for(len(request.token_ids)) + 1, kv.blocks_for(request.max_total - 1))
-
-    def _admit(self, draft: Draft, request: Request, match: Match, tokens: int, now: float) -> int:
+    def _admit(self, draft: Draft, request: Request, match: Match, tokens: int, now: float) -> None:
         counters = self.counters
         self.waiting.remove(request)
         self._waiting_tokens -= len(request.token_ids)
@@ -265,7 +248,6 @@ class Scheduler:
         self._num_prefilling += 1
         draft.enter(request)
         self._add_chunk(draft, request, tokens)
-        return tokens
 
     def _add_chunk(self, draft: Draft, request: Request, tokens: int) -> None:
         """A row of a prompt, or of what a preempted request computes again."""
@@ -280,7 +262,7 @@ class Scheduler:
             request.num_in_flight += 1
             self._end_prefill(request)
         else:
-            self._reserve(request, self._footprint(request) - len(request.block_ids))
+            self._reserve(request, self.kv.footprint(request) - len(request.block_ids))
         draft.add_chunk(request, tokens, samples)
 
     def _make_room(self, draft: Draft, request: Request, num_tokens: int) -> list[int] | None:
@@ -299,7 +281,7 @@ class Scheduler:
         """Back to the queue with its key; its tokens are computed again, its published pages stay cached."""
         reason = "no_pages_left" if victim is beneficiary else "yielded_to_earlier"
         self.kv.events.record("preemption", reason, victim, beneficiary, pages=len(victim.block_ids))
-        self.counters.preemptions_total[reason] = self.counters.preemptions_total.get(reason, 0) + 1
+        self.counters.preemptions_total[reason] += 1
         victim.num_reached = max(victim.num_reached, victim.num_computed)
         victim.num_preemptions += 1
         self._leave(victim)
@@ -333,7 +315,9 @@ class Scheduler:
                 if confirmed % size < tokens:
                     kv.publish(request, confirmed, plan.step)
                 if before < request.num_prompt <= confirmed:
-                    self._prompt_computed(request, plan.step)
+                    kv.publish_tail(request, plan.step)
+                    for sibling in self._groups.prompt_computed(request):
+                        self.waiting.add(sibling)
             if row is not None and row.token_ids:
                 output = take_tokens(request, row, now)
                 outputs.append(output)
@@ -343,11 +327,6 @@ class Scheduler:
                 if output.finish_reason is not None:
                     self._finish(request, output.finish_reason)
         return outputs
-
-    def _prompt_computed(self, request: Request, step: int) -> None:
-        self.kv.publish_tail(request, step)
-        for sibling in self._groups.prompt_computed(request):
-            self.waiting.add(sibling)
 
     # ---------------------------------------------------------------- ends
     def _finish(self, request: Request, reason: FinishReason, keep: bool = True) -> None:

@@ -1,5 +1,6 @@
 """Numbers for people and dashboards. Gauges are read from their source, counters only grow."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.core.kv.manager import KVManager
@@ -17,7 +18,7 @@ class Counters:
     prefill_tokens_total: int = 0
     recomputed_tokens_total: int = 0
     generated_tokens_total: int = 0
-    preemptions_total: dict[str, int] = field(default_factory=dict)
+    preemptions_total: Counter[str] = field(default_factory=Counter)
     schedule_seconds_total: float = 0.0
     execute_seconds_total: float = 0.0
     update_seconds_total: float = 0.0

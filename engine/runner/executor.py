@@ -117,30 +117,25 @@ class SingleExecutor:
             assert logits is not None and logits.shape[0] == len(slots), logits
             sampled = self.sampler.sample(logits, slots, masks)
             numbers, token_ids = slots.tolist(), sampled.token_ids.tolist()
-            for place, message in sampled.faults.items():
-                self.rows.faults.setdefault(numbers[place], message)
             results = [RowResult(slot, [token]) for slot, token in zip(numbers, token_ids, strict=True)]
             for place, logprobs in sampled.logprobs.items():
                 results[place].logprobs = [logprobs]
-            failed = self._fail(results)
-            if failed:
-                good = [place for place, slot in enumerate(numbers) if slot not in failed]
-                slots, numbers, token_ids = slots[good], slots[good].tolist(), [token_ids[place] for place in good]
-            self.rows.append_tokens(slots, np.array(token_ids, np.int64))
+            for place, message in sampled.faults.items():
+                self.rows.faults.setdefault(numbers[place], message)
+            self._fail(results)
+            # A failed row gets a token as well; nobody sees it, and a late step may still compute it.
+            self.rows.append_tokens(slots, sampled.token_ids)
             self.sampler.columns.record(numbers, token_ids)
         handle.result = StepResult(handle.step, results)
         handle.logits = self._open = None
         return handle.result
 
-    def _fail(self, results: list[RowResult]) -> set[int]:
-        """Turns the results of rows with faults into errors; their slots."""
-        failed: set[int] = set()
+    def _fail(self, results: list[RowResult]) -> None:
+        """Turns the results of rows with faults into errors."""
         for result in results if self.rows.faults else ():
             fault = self.rows.faults.get(result.slot)
             if fault is not None:
                 result.token_ids, result.logprobs, result.error = [], None, fault
-                failed.add(result.slot)
-        return failed
 
 
 def _plan(slots: list[int], num_tokens: int, new_rows: list[NewRow], freed: list[int] | None = None) -> StepPlan:

@@ -1,6 +1,7 @@
 """What a tokenizer is made of, read from a model folder: tokenizer.json and the files beside it.
 
-Equal to what transformers' AutoTokenizer makes of the folder, without importing transformers (which imports torch).
+tokenizer.json is taken as it stands, as transformers' PreTrainedTokenizerFast does; transformers itself is not imported
+(it brings torch in). So its post-processor decides about BOS, and `add_bos_token` in tokenizer_config.json does not.
 """
 
 import json
@@ -50,7 +51,7 @@ def read_folder(folder: Path) -> TokenizerParts:
         backend,
         named,
         _eos_ids(folder, backend, named.get("eos_token")),
-        bos is not None and bool(config.get("add_bos_token", _post_processor_adds(backend, bos))),
+        bos is not None and _post_processor_adds(backend, bos),
         _chat_template(folder, config),
     )
 

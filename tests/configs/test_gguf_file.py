@@ -1,5 +1,6 @@
 """The GGUF header reader against the `gguf` package, and against damage."""
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -72,6 +73,7 @@ def test_other_alignment(tmp_path: Path) -> None:
         (b"GGUF\x01\0\0\0", "GGUF version 1"),
         (b"GGUF\0\0\0\x03" + bytes(20), "GGUF version 50331648"),
         (b"GGUF\x03\0\0\0", "its header ends early"),
+        (b"GGUF" + struct.pack("<IQQQcIQ", 3, 0, 1, 1, b"k", 8, 100) + b"short", "its header ends early"),
     ],
 )
 def test_what_is_not_gguf(data: bytes, words: str, tmp_path: Path) -> None:

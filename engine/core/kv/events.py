@@ -1,13 +1,16 @@
 """What happened to pages and why: a bounded, lossy ring for explanation. Counters live in `Stats`, not here.
 
-    kind        reason                                                      numbers
-    hit         whole_prompt | diverged | end_of_cache | evicted | ahead    tokens, prompt_tokens, blocks, position
-    miss        nothing_cached | other_salt | evicted | diverged            tokens, prompt_tokens, blocks, position
-    allocation  prompt | growth                                             blocks
-    eviction    allocation | duplicate                                      blocks, tokens, idle_steps
-    copy        partial_hit                                                 source, destination, tokens
-    preemption  out_of_pages                                                pages: held by the victim
-    wait        no_pages | no_slot | reserved | budget | unfinished_step | first_choice | deadline
+    kind        reason and what it means                                 numbers
+    hit         whole_prompt | diverged | end_of_cache | evicted         tokens, prompt_tokens, blocks, position
+                ahead: others computed it while this prompt was computed tokens, blocks, position
+    miss        nothing_cached | other_salt | evicted | diverged |
+                caching_is_off                                           tokens, prompt_tokens, blocks, position
+    allocation  prompt | generation | recomputation                      blocks
+    eviction    allocation | duplicate                                   blocks, tokens, idle_steps
+    copy        partial_hit                                              source, destination, tokens
+    preemption  yielded_to_earlier | no_pages_left: needed one itself    pages: held by the victim
+    wait        no_pages | reserved: and nobody may overtake | no_slot |
+                budget | unfinished_step | first_choice | deadline
 
 `position` is the first prompt token that the cache did not have, `position // block_size` its block.
 """
@@ -98,10 +101,6 @@ class EvictionMemory:
 
     def holds(self, parent: Block, tokens: tuple[int, ...]) -> bool:
         return _name(parent, tokens) in self._names
-
-    def holds_root(self, key: RootKey, tokens: tuple[int, ...]) -> bool:
-        """Like `holds`, for a first block whose root may be gone."""
-        return (key, 0, tokens) in self._names
 
 
 def _name(parent: Block, tokens: tuple[int, ...]) -> tuple[RootKey | int, int, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from sys import maxsize
 
-from engine.core.kv.block import Block, RootKey
+from engine.core.kv.block import Block, Root, RootKey
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.events import EventLog, EvictionMemory
 from engine.core.kv.prefix_tree import MAX_EXAMINED, PrefixTree
@@ -67,7 +67,7 @@ class KVManager:
         self.num_unfilled = 0
         """Token slots in tables that no step has been planned to write; a slot of two tables is always filled."""
         self.copies_total = 0
-        self.evictions_total: dict[str, int] = {}
+        self.evictions_total: Counter[str] = Counter()
         self._step = 0
         self._evicted = EvictionMemory()
         self._tables: dict[str, Request] = {}
@@ -147,15 +147,27 @@ class KVManager:
         source, head = self.tree.best_partial(blocks[-1] if blocks else root, rest, before=self._step)
         return Match(blocks, source, head, start + head)
 
-    def cost(self, match: Match) -> int:
-        """Evictable blocks that taking the match would hold fast."""
-        cost = sum(block.ref_count == 0 for block in match.blocks)
-        return cost + (match.source is not None and match.source.ref_count == 0)
+    def footprint(self, request: Request) -> int:
+        """Blocks for all the request's tokens and one for generation; no more than it can ever fill."""
+        return min(self.blocks_for(len(request.token_ids)) + 1, self.blocks_for(request.max_total - 1))
+
+    def fitting_match(self, request: Request, reserved: int) -> Match | None:
+        """The request's match if its whole footprint fits behind it, `reserved` blocks left to others. Changes nothing.
+
+        Idle blocks count as room until somebody takes them; a copy is forgone where its source has to make room.
+        """
+        room = self.pool.num_available - reserved
+        if room <= 0:
+            return None
+        match = self.match_prefix(request)
+        needed = self.footprint(request) - sum(block.ref_count > 0 for block in match.blocks)
+        if match.source is not None and needed + (match.source.ref_count == 0) > room:
+            match = Match(match.blocks, num_tokens=len(match.blocks) * self.block_size)
+        return match if needed <= room else None
 
     def admit(self, request: Request, match: Match, num_tokens: int) -> None:
         """Gives a sequence its table: the match, and new blocks up to `num_tokens` tokens, which must fit."""
         assert not request.block_ids and match.num_tokens < num_tokens
-        first_time = request.num_preemptions == 0
         self._explain(request, match)
         for block in match.blocks:
             self.pool.acquire(block)
@@ -165,7 +177,7 @@ class KVManager:
             self.pool.acquire(match.source)
             self._sources.append(match.source)
         self._tables[request.request_id] = request
-        ids = self.try_allocate(request, num_tokens, "prompt" if first_time else "recomputation")
+        ids = self.try_allocate(request, num_tokens)
         assert ids, "admitted without room"
         if match.source is not None:
             self._copies.append((match.source.id, ids[0]))
@@ -203,7 +215,7 @@ class KVManager:
         )
         return True
 
-    def try_allocate(self, request: Request, num_tokens: int, reason: str = "growth") -> list[int] | None:
+    def try_allocate(self, request: Request, num_tokens: int) -> list[int] | None:
         """Appends blocks until the table has room for `num_tokens` tokens. Returns their ids.
 
         None, and nothing changed, if too few are left.
@@ -219,6 +231,8 @@ class KVManager:
         ids = [self.pool.take().id for _ in range(count)]
         request.block_ids += ids
         self.num_unfilled += count * self.block_size
+        generating = request.num_computed >= max(request.num_prompt, request.num_reached)
+        reason = "generation" if generating else "recomputation" if request.num_preemptions else "prompt"
         self.events.record("allocation", reason, request, blocks=count)
         return ids
 
@@ -243,7 +257,7 @@ class KVManager:
             elif twin.ref_count == 0:
                 self.tree.replace(twin, block)
                 self.pool.discard(twin)
-                self._count_evictions("duplicate", 1)
+                self.evictions_total["duplicate"] += 1
                 self.events.record("eviction", "duplicate", request, blocks=1, tokens=size)
             else:
                 return
@@ -351,7 +365,7 @@ class KVManager:
                 self._evicted.remember(block)
             self.tree.remove(block)
             self.pool.discard(block)
-        self._count_evictions("allocation", count)
+        self.evictions_total["allocation"] += count
         self.events.record("eviction", "allocation", request, blocks=count, tokens=tokens, idle_steps=idle)
 
     def _withdraw(self, top: Block) -> None:
@@ -364,10 +378,7 @@ class KVManager:
         for block in reversed(below):
             self.tree.remove(block)
             self.pool.discard(block)
-        self._count_evictions("failed_step", len(below))
-
-    def _count_evictions(self, reason: str, count: int) -> None:
-        self.evictions_total[reason] = self.evictions_total.get(reason, 0) + count
+        self.evictions_total["failed_step"] += len(below)
 
     def _explain(self, request: Request, match: Match) -> None:
         """Records how far the prompt hit, and what kept it from hitting further."""
@@ -382,13 +393,15 @@ class KVManager:
         )
 
     def _reason(self, request: Request, match: Match) -> str:
+        if not self.enable_prefix_caching:
+            return "caching_is_off"
         if match.num_tokens == len(request.token_ids) - 1:
             return "whole_prompt"
         start = len(match.blocks) * self.block_size
         wanted = tuple(request.token_ids[start : start + self.block_size])
         key = RootKey(request.salt, request.adapter)
         parent: Block | None = match.blocks[-1] if match.blocks else self.tree.roots.get(key)
-        if self._evicted.holds_root(key, wanted) if not match.blocks else self._evicted.holds(match.blocks[-1], wanted):
+        if self._evicted.holds(parent or Root(key), wanted):
             return "evicted"
         if match.num_tokens == 0:
             others = islice((root for other, root in self.tree.roots.items() if other != key), MAX_EXAMINED)

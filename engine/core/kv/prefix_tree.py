@@ -30,7 +30,6 @@ class PrefixTree:
         root = self._roots.get(key)
         if root is None:
             root = self._roots[key] = Root(key)
-            root.stamp = self._next_stamp()
         return root
 
     def walk(self, parent: Block, tokens: Sequence[int], start: int, limit: int) -> list[Block]:
@@ -63,7 +62,8 @@ class PrefixTree:
     def insert(self, parent: Block, block: Block, tokens: tuple[int, ...]) -> None:
         """Makes `block` a child of `parent`: full or open by the number of `tokens`, at least one."""
         assert block.parent is None and 0 < len(tokens) <= self._block_size, (block, tokens)
-        block.parent, block.tokens, block.stamp = parent, tokens, self._next_stamp()
+        self._stamp += 1
+        block.parent, block.tokens, block.stamp = parent, tokens, self._stamp
         parent.heads.setdefault(tokens[0], {})[block] = None
         if len(tokens) == self._block_size:
             assert tokens not in parent.children, "full children of one parent are unique"
@@ -117,10 +117,6 @@ class PrefixTree:
             queue += [child for _, child in below]
             num_nodes += len(below)
         return num_nodes
-
-    def _next_stamp(self) -> int:
-        self._stamp += 1
-        return self._stamp
 
 
 def _common_head(left: Sequence[int], right: Sequence[int]) -> int:

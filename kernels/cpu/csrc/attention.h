@@ -10,13 +10,18 @@
 // their slots hold. Everything else here only decides which rows share a loaded tile (all query heads of a key/value head;
 // in prefill those of several tokens too) and which thread computes what. Pages are read in place.
 //
-// An engine does the products: `VectorEngine` (attention_vector.h) or AMX (attention_amx.cpp). It has
+// An engine does the products: `VectorEngine` (attention_vector.h) or `AmxEngine` (attention_amx.cpp). It has
 //
-//     Format; floats(call, rows); Engine(call, scratch, rows)
-//     gather_q(panel)                                     keeps the panel's queries in its own order
-//     score(head, tile, scores)                           scores [panel.rows, TILE] of one key/value head of the panel
-//     add(tile, panel, head, first, start, weights, rescale, values)
-//                                                         values = values x rescale + weights x V, rows from `first` on
+//     Format, Engine(call, scratch, rows), floats(call, rows): the size of its scratch memory
+//     gather_q(panel)                     keeps the panel's queries in its own order
+//     prepare(pages, head, start, tile)   copies what it cannot use where it lies, and points the tile at the copies
+//     score(panel, head, tile, ahead, to)
+//                                         scores [rows, TILE] of one key/value head of the panel
+//     add(panel, start, first, tile, ahead, weights, rescale, values)
+//                                         values = values x rescale + weights x V, for the head's rows from `first` on
+//
+// `ahead`, if any, is a tile to prefetch, its K in score, its V in add, spread over the work: the hardware does not follow
+// a block table, and prefetches in a row only wait for each other.
 
 #pragma once
 
@@ -98,12 +103,12 @@ struct Sums {
 
     // Row = row (+) next.
     void merge(const Sums &next, int row) const {
-        const Vec old_max = splat(maximum[row]), new_max = splat(next.maximum[row]), top = max(old_max, new_max);
-        const Vec a = exp2_negative(sub(old_max, top)), b = exp2_negative(sub(new_max, top));
+        const float top = larger(maximum[row], next.maximum[row]);
+        const Vec a = exp2_negative(splat(maximum[row] - top)), b = exp2_negative(splat(next.maximum[row] - top));
         store(weight + row * W, fma(load(next.weight + row * W), b, mul(load(weight + row * W), a)));
         for (int64_t d = row * width; d < (row + 1) * width; d += W)
             store(values + d, fma(load(next.values + d), b, mul(load(values + d), a)));
-        store_first(maximum + row, top);
+        maximum[row] = top;
     }
 };
 
@@ -256,29 +261,23 @@ class Worker {
         const int64_t begin = split * SPLIT, end = least(panel.all_see(), begin + SPLIT);
         const bool streaming = panel.rows <= STREAMING_ROWS;
         total.reset(panel.all_rows());
-        Tile<F> tile = pages.at(begin), next = begin + TILE < end ? pages.at(begin + TILE) : tile;
+        Tile<F> tile = pages.at(begin);
+        Tile<F> next = begin + TILE < end ? pages.at(begin + TILE) : tile;
         for (int64_t start = begin; start < end; start += TILE) {
             const Tile<F> after = start + 2 * TILE < end ? pages.at(start + 2 * TILE) : next;
             const int first = panel.first_row_seeing(start);
             for (int head = 0; head < panel.kv_heads; head++) {
-                if (streaming) prefetch(after.moved(head * pages.head_units()));
-                const Tile<F> mine = tile.moved(head * pages.head_units());
+                Tile<F> mine = tile.moved(head * pages.head_units());
+                const Tile<F> ahead = after.moved(head * pages.head_units());
                 const Sums rows = total.from_row(head * panel.rows);
-                engine.score(pages, head, start, mine, scores);
+                engine.prepare(pages, head, start, mine);
+                engine.score(panel, head, mine, streaming ? &ahead : nullptr, scores);
                 weigh(panel, start, first, rows);
-                engine.add(panel, start, first, mine, weights, rescale, rows.values);
+                engine.add(panel, start, first, mine, streaming ? &ahead : nullptr, weights, rescale, rows.values);
             }
             tile = next;
             next = after;
         }
-    }
-
-    // Two tiles ahead: the hardware does not follow a block table.
-    void prefetch(const Tile<F> &tile) const {
-        for (int g = 0; g < GROUPS; g++)
-            for (int64_t d = 0; d < call.head_dim / F::PAIR; d++) __builtin_prefetch(tile.k[g] + d * tile.k_stride, 0, 2);
-        for (const uint32_t *v : tile.v)
-            for (int64_t d = 0; d < call.head_dim; d += 16) __builtin_prefetch(v + d, 0, 2);
     }
 
     // Scores to weights for the rows that see the tile: new maxima, factors to rescale by, and sums of weights.
@@ -293,7 +292,7 @@ class Worker {
                 store(score, scaled);
                 top = max(top, scaled);
             }
-            store_first(next_max + r, max(splat(rows.maximum[r]), splat_max(top)));
+            next_max[r] = larger(rows.maximum[r], max_of(top));
         }
         for (int r = first / W * W; r < panel.rows; r += W)  // rows before `first` get numbers that nobody reads
             store(rescale + r, exp2_negative(sub(load(rows.maximum + r), load(next_max + r))));
@@ -309,7 +308,5 @@ class Worker {
         }
     }
 };
-
-#include "attention_batch.h"
 
 }  // namespace

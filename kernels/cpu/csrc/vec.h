@@ -127,6 +127,11 @@ inline Vec exp2_whole(Vec v) {
 
 #endif
 
+inline void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
+
+// The second one wins where one is not a number.
+inline float larger(float a, float b) { return a > b ? a : b; }
+
 // Lane after lane, the first ones first.
 inline float sum_of(Vec v) {
     float lanes[W], sum = 0;

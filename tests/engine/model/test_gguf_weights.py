@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from smollm2 import smollm2_gguf
-from tiny_models import LLAMA3, VARIANTS, TinyLlama, build, quiet
+from smollm2 import reference_model, smollm2_gguf
+from tiny_models import LLAMA3, VARIANTS, TinyLlama, build
 
 from configs.model import ModelConfig, RopeConfig
 from engine.errors import StartupError
@@ -303,14 +303,9 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2: Path) -> Any:
+def reference() -> Any:
     """transformers' own reading of the file, dequantised to fp32."""
-    with quiet():
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(
-            smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+    return reference_model()
 
 
 def test_smollm2_shapes(smollm2: Path) -> None:

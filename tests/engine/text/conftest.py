@@ -34,12 +34,12 @@ def smollm2_reference(transformers: Any) -> Any:
     """transformers' tokenizer from the same file, with the digits pre-tokenizer that the file only names."""
     from tokenizers import pre_tokenizers
 
-    path = smollm2_gguf()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        reference = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    reference.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    return reference
+        from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+        architecture, vocabulary, config = get_gguf_tokenizer(str(smollm2_gguf()))
+        backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **config)

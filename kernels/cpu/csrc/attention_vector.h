@@ -1,0 +1,180 @@
+// The products of paged attention on vector registers, for every instruction set and format. Inside a tile a score is one
+// chain of dots over ascending dims, a value one chain over ascending tokens that ends with the last token the row sees.
+
+#pragma once
+
+#include <utility>
+
+#include "attention_batch.h"
+
+namespace {
+
+// The registers of the instruction set, spent: QK_ROWS x QK_VECS and PV_ROWS x PV_VECS accumulators.
+#if defined(__AVX512F__)
+constexpr int QK_ROWS = 12, QK_VECS = 2, PV_ROWS = 6, PV_VECS = 4;
+#elif defined(__AVX2__)
+constexpr int QK_ROWS = 4, QK_VECS = 2, PV_ROWS = 4, PV_VECS = 2;
+#else
+constexpr int QK_ROWS = 2, QK_VECS = 2, PV_ROWS = 2, PV_VECS = 2;
+#endif
+
+// to[row][token] = q . k for M rows. q: [dim units, M].
+template <class F, int M>
+void score_rows(const uint32_t *q, const Tile<F> &tile, const Tile<F> *ahead, int64_t units, float *to) {
+    for (int g = 0; g < GROUPS; g += QK_VECS) {
+        Vec sum[M][QK_VECS];
+        for (auto &row : sum)
+            for (Vec &s : row) s = splat(0);
+        for (int64_t d = 0; d < units; d++) {
+            Units k[QK_VECS];
+            for (int j = 0; j < QK_VECS; j++) {
+                k[j] = load_units(tile.k[g + j] + d * tile.k_stride);
+                if (ahead) prefetch(ahead->k[g + j] + d * ahead->k_stride);
+            }
+            for (int m = 0; m < M; m++) {
+                const Units unit = splat_unit(q[d * M + m]);
+                for (int j = 0; j < QK_VECS; j++) sum[m][j] = F::dot(sum[m][j], unit, k[j]);
+            }
+        }
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < QK_VECS; j++) store(to + m * TILE + (g + j) * W, sum[m][j]);
+    }
+}
+
+// values = values x rescale + weights . v for M rows and N vectors of dims from `d` on, over the tile's first `tokens`.
+// weights: [M, Tile::V_ROWS]. A last token without its partner does not touch the partner's numbers.
+template <class F, int M, int N>
+void add_values(const uint32_t *weights, const float *rescale, const Tile<F> &tile, const Tile<F> *ahead, int tokens,
+                int64_t d, float *values, int64_t width) {
+    Vec sum[M][N];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) sum[m][n] = mul(load(values + m * width + n * W), splat(rescale[m]));
+    const int whole = tokens / F::PAIR;
+    for (int t = 0; t < whole; t++) {
+        Units v[N];
+        for (int n = 0; n < N; n++) {
+            v[n] = load_units(tile.v[t] + d + n * W);
+            if (ahead) prefetch(ahead->v[t] + d + n * W);
+        }
+        for (int m = 0; m < M; m++) {
+            const Units weight = splat_unit(weights[m * Tile<F>::V_ROWS + t]);
+            for (int n = 0; n < N; n++) sum[m][n] = F::dot(sum[m][n], weight, v[n]);
+        }
+    }
+    if (tokens % F::PAIR)
+        for (int n = 0; n < N; n++) {
+            const Units v = and_units(load_units(tile.v[whole] + d + n * W), splat_unit(0xffff));
+            for (int m = 0; m < M; m++)
+                sum[m][n] = F::dot(sum[m][n], splat_unit(weights[m * Tile<F>::V_ROWS + whole]), v);
+        }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) store(values + m * width + n * W, sum[m][n]);
+}
+
+// The two above by their template sizes, so that a run-time size picks an unrolled kernel.
+template <class F>
+struct Unrolled {
+    using Score = decltype(&score_rows<F, 1>);
+    using Add = decltype(&add_values<F, 1, 1>);
+
+    template <int... M>
+    static Score score(int rows, std::integer_sequence<int, M...>) {
+        static constexpr Score table[] = {score_rows<F, M + 1>...};
+        return table[rows - 1];
+    }
+    static Score score(int rows) { return score(rows, std::make_integer_sequence<int, QK_ROWS>()); }
+
+    template <int... I>
+    static Add add(int rows, int vecs, std::integer_sequence<int, I...>) {
+        static constexpr Add table[] = {add_values<F, I / PV_VECS + 1, I % PV_VECS + 1>...};
+        return table[(rows - 1) * PV_VECS + vecs - 1];
+    }
+    static Add add(int rows, int vecs) { return add(rows, vecs, std::make_integer_sequence<int, PV_ROWS * PV_VECS>()); }
+};
+
+template <class F>
+class VectorEngine {
+    const AttentionCall &call;
+    const int64_t width, units;  // of a row: dims, rounded up to whole vectors; dim units
+    uint32_t *q, *k_copy, *v_copy;
+
+  public:
+    using Format = F;
+
+    static int64_t floats(const AttentionCall &call, int rows) {
+        return Scratch::size<uint32_t>(rows * call.head_dim) + Scratch::size<uint32_t>(TILE * call.head_dim) +
+               Scratch::size<uint32_t>(TILE * round_up(call.head_dim, W));
+    }
+
+    VectorEngine(const AttentionCall &call, Scratch scratch, int rows)
+        : call(call), width(round_up(call.head_dim, W)), units(call.head_dim / F::PAIR),
+          q(scratch.take<uint32_t>(rows * call.head_dim)), k_copy(scratch.take<uint32_t>(TILE * call.head_dim)),
+          v_copy(scratch.take<uint32_t>(TILE * width)) {}
+
+    // For each key/value head blocks of QK_ROWS rows, each [dim units, rows of the block].
+    void gather_q(const Panel &panel) {
+        using Number = typename F::Number;
+        for (int row = 0; row < panel.all_rows(); row++) {
+            const int r = row % panel.rows;
+            const int64_t head = (panel.kv_head + row / panel.rows) * call.group() + panel.first_head + r % panel.heads;
+            const Number *from = static_cast<const Number *>(call.q) + (panel.token + r / panel.heads) * call.q_stride;
+            const int begin = r / QK_ROWS * QK_ROWS, block = least(QK_ROWS, panel.rows - begin);
+            uint32_t *to = q + (row - r + begin) * units + (r - begin);
+            for (int64_t d = 0; d < units; d++)
+                memcpy(to + d * block, from + head * call.head_dim + d * F::PAIR, sizeof(uint32_t));
+        }
+    }
+
+    void prepare(const Pages<F> &pages, int head, int64_t start, Tile<F> &tile) {
+        const int tokens = pages.panel.seen_in_tile(pages.panel.rows - 1, start);
+        if (call.block_size % W) copy_k(pages, head, start, tokens, tile);
+        if (call.head_dim % W) copy_v(tokens, tile);
+    }
+
+    void score(const Panel &panel, int head, const Tile<F> &tile, const Tile<F> *ahead, float *to) const {
+        const int rows = panel.rows;
+        for (int r = 0; r < rows; r += QK_ROWS)
+            Unrolled<F>::score(least(QK_ROWS, rows - r))(q + (head * rows + r) * units, tile, ahead, units, to + r * TILE);
+    }
+
+    void add(const Panel &panel, int64_t start, int first, const Tile<F> &tile, const Tile<F> *ahead,
+             const uint32_t *weights, const float *rescale, float *values) const {
+        if (start + TILE <= panel.seen) {
+            add_rows(tile, ahead, TILE, 0, panel.rows, weights, rescale, values);
+            return;
+        }
+        for (int r = first; r < panel.rows; r += panel.heads)
+            add_rows(tile, ahead, panel.seen_in_tile(r, start), r, r + panel.heads, weights, rescale, values);
+    }
+
+  private:
+    void add_rows(const Tile<F> &tile, const Tile<F> *ahead, int tokens, int first, int last, const uint32_t *weights,
+                  const float *rescale, float *values) const {
+        for (int64_t d = 0; d < width; d += PV_VECS * W) {
+            const int vecs = static_cast<int>(least<int64_t>(PV_VECS, (width - d) / W));
+            for (int r = first; r < last; r += PV_ROWS)
+                Unrolled<F>::add(least(PV_ROWS, last - r), vecs)(weights + r * Tile<F>::V_ROWS, rescale + r, tile, ahead,
+                                                                 tokens, d, values + r * width + d, width);
+        }
+    }
+
+    // Makes whole vectors of tokens where blocks are no multiple of one.
+    void copy_k(const Pages<F> &pages, int head, int64_t start, int tokens, Tile<F> &tile) {
+        for (int t = 0; t < tokens; t++) {
+            const uint32_t *from = pages.k(head, start + t);
+            for (int64_t d = 0; d < units; d++) k_copy[d * TILE + t] = from[d * call.block_size];
+        }
+        for (int g = 0; g < GROUPS; g++) tile.k[g] = k_copy + g * W;
+        tile.k_stride = TILE;
+    }
+
+    // Makes whole vectors of dims where head_dim is no multiple of one.
+    void copy_v(int tokens, Tile<F> &tile) {
+        for (int t = 0; t * F::PAIR < tokens; t++) {
+            memcpy(v_copy + t * width, tile.v[t], sizeof(uint32_t) * call.head_dim);
+            tile.v[t] = v_copy + t * width;
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,23 @@
+// Lays weights of linear layers out for multiplication (linear.h says how).
+
+#include "linear.h"
+
+// weight: n rows of k numbers of `itemsize` bytes (4, or 2: in pairs), `row_bytes` apart. units: [ceil(n / 32), depth, 32].
+extern "C" void octavo_pack_linear(const uint8_t *weight, int64_t row_bytes, int64_t itemsize, int64_t n, int64_t k,
+                                   int64_t depth, uint32_t *units, int64_t threads) {
+    const int64_t blocks = divide_up(n, BLOCK), pair = 4 / itemsize, whole = k / pair, rest = k % pair * itemsize;
+    auto body = [&](int thread) {
+        for (int64_t block = blocks * thread / threads; block < blocks * (thread + 1) / threads; block++) {
+            uint32_t *to = units + block * depth * BLOCK;
+            memset(to, 0, depth * BLOCK * 4);
+            for (int64_t start = 0; start <= whole; start += 16)  // a line of each row
+                for (int64_t i = 0; i < smaller(BLOCK, n - block * BLOCK); i++) {
+                    const uint8_t *row = weight + (block * BLOCK + i) * row_bytes;
+                    const int64_t end = smaller(start + 16, whole);
+                    for (int64_t u = start; u < end; u++) memcpy(to + u * BLOCK + i, row + u * 4, 4);
+                    if (rest && end == whole) memcpy(to + whole * BLOCK + i, row + whole * 4, rest);
+                }
+        }
+    };
+    on_threads(static_cast<int>(threads), body);
+}

@@ -1,0 +1,81 @@
+// Linear layers: y = x W^T + b.
+//
+// Every output is one chain: an accumulator that starts at 0 and takes the products of ascending input dims in order,
+// plus the bias, rounded once. Which rows share a loaded piece of the weight and which thread computes what is decided
+// below and changes nothing about that chain: a row's bits depend on the row and the weight only.
+//
+// Packed weight: [blocks of 32 outputs][depth][32 outputs] units of 32 bits (formats.h: one fp32 or a pair of bf16 input
+// dims), so that few rows stream it from memory in one direction. Outputs and input dims beyond n and k are zeros.
+
+#pragma once
+
+#include <cstdlib>
+
+#include "formats.h"
+#include "parallel.h"
+
+// A packed weight. Mirrored in kernels/cpu/linear.py.
+struct LinearWeight {
+    const uint32_t *units;  // [ceil(n / 32), depth, 32], 64-byte aligned
+    const float *bias;      // [ceil(n / 32) * 32] or null
+    int64_t n, k;           // outputs, inputs
+    int64_t depth;          // units of one output, at least ceil(k / numbers in a unit); a multiple of 16 for bf16
+};
+
+namespace {
+
+constexpr int BLOCK = 32;             // outputs of a block of the weight
+constexpr int64_t SMALL_SHARE = 1 << 15;  // units of weight and a row of work; less is not worth waking a thread
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Memory that a thread keeps from call to call.
+struct ThreadMemory {
+    void *memory = nullptr;
+    int64_t size = 0;
+
+    ~ThreadMemory() { free(memory); }
+    // `bytes` of memory, 64-byte aligned, contents undefined; null if there is none.
+    char *reserve(int64_t bytes) {
+        if (bytes > size) {
+            free(memory);
+            size = divide_up(bytes, 4096) * 4096;
+            memory = aligned_alloc(4096, size);
+            if (!memory) size = 0;
+        }
+        return static_cast<char *>(memory);
+    }
+};
+
+// The rows and blocks of outputs that a thread computes.
+struct Share {
+    int64_t first_row, end_row, first_block, end_block;
+};
+
+// Splits rows (in multiples of `step`) x blocks into a grid of `threads` parts. A block costs its reading once and its
+// rows' work; a row costs its packing too: all in units of the work of `step` rows and one block.
+inline Share share_of(int thread, int threads, int64_t rows, int64_t blocks, int64_t step) {
+    constexpr int64_t READ = 3, PACK = 4;
+    const int64_t steps = divide_up(rows, step);
+    int row_parts = 1;
+    int64_t least = INT64_MAX;
+    for (int parts = 1; parts <= threads; parts++) {
+        if (threads % parts) continue;
+        const int64_t own_steps = divide_up(steps, parts), own_blocks = divide_up(blocks, threads / parts);
+        const int64_t cost = own_blocks * (own_steps + READ) + own_steps * PACK;
+        if (cost < least) least = cost, row_parts = parts;
+    }
+    const int block_parts = threads / row_parts, row_part = thread / block_parts, block_part = thread % block_parts;
+    return {steps * row_part / row_parts * step, smaller(rows, steps * (row_part + 1) / row_parts * step),
+            blocks * block_part / block_parts, blocks * (block_part + 1) / block_parts};
+}
+
+// As many of `threads` as have enough to do.
+inline int useful_threads(const LinearWeight &w, int64_t rows, int64_t threads) {
+    const int64_t blocks = divide_up(w.n, BLOCK);
+    const int64_t work = blocks * BLOCK * w.depth * divide_up(rows, 16);
+    return static_cast<int>(smaller(threads, 1 + work / SMALL_SHARE));
+}
+
+}  // namespace

@@ -1,0 +1,200 @@
+// Linear layers on AMX tiles (bf16): 32 rows x 32 outputs are summed up in four tile registers. A step takes in 32 input
+// dims: the tile multiply sums a step's even and its odd dims apart and adds both to the accumulator (Intel SDM, TDPBF16PS).
+
+#include "amx.h"
+#include "linear.h"
+
+namespace {
+
+constexpr int ROWS = 16, STEP = 32, UNITS = STEP / 2;  // of a tile: rows; bf16 numbers, units in one
+constexpr int TILE_BYTES = 1024;
+constexpr int PANEL = 2 * ROWS;
+constexpr int SUPER_PANELS = 8;  // packed together
+constexpr int CHUNK = 10;  // steps of a block that stay in the first cache while many panels pass by
+enum { C00, C01, C10, C11, A0, A1, B0, B1 };  // tile registers: C[half of the rows][half of the outputs]
+
+// Sums of a panel and block: tiles C00, C01, C10, C11.
+struct Sums {
+    alignas(64) float tile[4][ROWS * ROWS];
+};
+
+// Gives the upper and lower half of a panel that many rows each.
+void configure(int upper, int lower) {
+    TileConfig config;
+    config.rows[C00] = config.rows[C01] = config.rows[A0] = static_cast<uint8_t>(upper);
+    config.rows[C10] = config.rows[C11] = config.rows[A1] = static_cast<uint8_t>(lower);
+    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+}
+
+// Rows of x -> A tiles [halves of panels][steps]: 16 rows of 32 numbers each. Missing rows and dims become zeros.
+void pack_rows(const uint16_t *x, int64_t stride, int64_t rows, int64_t k, char *to) {
+    const int64_t steps = divide_up(k, STEP);
+    const __mmask32 rest = (1u << k % STEP) - 1;
+    for (int64_t row = 0; row < divide_up(rows, ROWS) * ROWS; row++) {
+        char *tile = to + row / ROWS * steps * TILE_BYTES + row % ROWS * 64;
+        for (int64_t step = 0; step < steps; step++) {
+            const __mmask32 there = row >= rows ? 0 : step < k / STEP ? ~0u : rest;
+            _mm512_store_si512(tile + step * TILE_BYTES, _mm512_maskz_loadu_epi16(there, x + row * stride + step * STEP));
+        }
+    }
+}
+
+// Takes in `steps` steps. a: A tiles of the upper half, `half` bytes before those of the lower one; b: units of the block.
+// `ahead`: what will be read next, of which `fetch` lines a step are fetched: to the first cache if NEAR, else the second.
+template <bool BOTH, bool NEAR>
+void multiply(const char *a, int64_t half, const uint32_t *b, int64_t steps, const char *ahead, int fetch) {
+    for (int64_t step = 0; step < steps; step++, a += TILE_BYTES, b += UNITS * BLOCK) {
+        load_tile<A0>(a, 64);
+        load_tile<B0>(b, BLOCK * 4);
+        dot_bf16_tiles<C00, A0, B0>();
+        if constexpr (BOTH) {
+            load_tile<A1>(a + half, 64);
+            dot_bf16_tiles<C10, A1, B0>();
+        }
+        load_tile<B1>(b + ROWS, BLOCK * 4);
+        dot_bf16_tiles<C01, A0, B1>();
+        if constexpr (BOTH) dot_bf16_tiles<C11, A1, B1>();
+        for (int i = 0; i < fetch; i++, ahead += 64) _mm_prefetch(ahead, NEAR ? _MM_HINT_T0 : _MM_HINT_T1);
+    }
+}
+
+template <bool BOTH>
+void zero_sums() {
+    zero_tile<C00>();
+    zero_tile<C01>();
+    if constexpr (BOTH) zero_tile<C10>(), zero_tile<C11>();
+}
+
+template <bool BOTH>
+void load_sums(const Sums &from) {
+    load_tile<C00>(from.tile[0], 64);
+    load_tile<C01>(from.tile[1], 64);
+    if constexpr (BOTH) load_tile<C10>(from.tile[2], 64), load_tile<C11>(from.tile[3], 64);
+}
+
+template <bool BOTH>
+void store_sums(Sums &to) {
+    store_tile<C00>(to.tile[0], 64);
+    store_tile<C01>(to.tile[1], 64);
+    if constexpr (BOTH) store_tile<C10>(to.tile[2], 64), store_tile<C11>(to.tile[3], 64);
+}
+
+// Complete sums on their way to y. They are written while the tile unit is busy with the next ones.
+struct Pending {
+    const Sums *sums = nullptr;
+    const float *bias;
+    uint16_t *y;
+    int64_t stride, rows, outputs;
+
+    void write() {
+        if (!sums) return;
+        const __mmask32 there = outputs >= BLOCK ? ~0u : (1u << outputs) - 1;
+        const __m512 none = _mm512_setzero_ps();
+        const __m512 bias0 = bias ? _mm512_loadu_ps(bias) : none, bias1 = bias ? _mm512_loadu_ps(bias + ROWS) : none;
+        for (int64_t row = 0; row < rows; row++) {
+            const float *from = sums->tile[row / ROWS * 2] + row % ROWS * ROWS;
+            __m512 low = _mm512_load_ps(from), high = _mm512_load_ps(from + ROWS * ROWS);
+            if (bias) low = _mm512_add_ps(low, bias0), high = _mm512_add_ps(high, bias1);
+            _mm512_mask_storeu_epi16(y + row * stride, there, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
+        sums = nullptr;
+    }
+};
+
+// One thread's rows and blocks of outputs.
+class Multiplier {
+    static constexpr int64_t AHEAD = 8192;  // bytes that the weight is fetched in advance while one panel passes by
+
+    const LinearWeight &w;
+    const int64_t steps;  // of a block
+    char *packed;         // A tiles of the rows at hand
+    Sums *sums;           // of each of their panels
+    Pending pending;
+
+    // Steps [first, end) of one panel and block. The last ones leave the sums pending.
+    template <bool BOTH, bool NEAR>
+    void run(const char *a, const uint32_t *b, int64_t first, int64_t end, const char *ahead, int fetch, Sums &own) {
+        if (first) load_sums<BOTH>(own);
+        else zero_sums<BOTH>();
+        multiply<BOTH, NEAR>(a + first * TILE_BYTES, steps * TILE_BYTES, b, end - first, ahead, fetch);
+        store_sums<BOTH>(own);
+        pending.write();
+    }
+
+    Pending result(const Sums &own, int64_t block, uint16_t *y, int64_t rows) const {
+        const int64_t output = block * BLOCK;
+        return {&own, w.bias ? w.bias + output : nullptr, y + output, w.n, smaller(PANEL, rows), smaller(BLOCK, w.n - output)};
+    }
+
+    // One panel: the weight passes by once.
+    void one_panel(int64_t rows, Share share, uint16_t *y) {
+        for (int64_t block = share.first_block; block < share.end_block; block++) {
+            const uint32_t *b = w.units + block * steps * UNITS * BLOCK;
+            const char *ahead = reinterpret_cast<const char *>(b) + AHEAD;
+            Sums &own = sums[block & 1];
+            if (rows > ROWS) run<true, true>(packed, b, 0, steps, ahead, 2 * ROWS, own);
+            else run<false, true>(packed, b, 0, steps, ahead, 2 * ROWS, own);
+            pending = result(own, block, y, rows);
+        }
+    }
+
+    // Many panels: all pass by a chunk of a block, which stays in the first cache, while the next one is fetched.
+    void many_panels(int64_t rows, Share share, uint16_t *y) {
+        const int64_t panels = divide_up(rows, PANEL), chunk = divide_up(steps, divide_up(steps, CHUNK));
+        const int fetch = static_cast<int>(divide_up(2 * ROWS, panels));
+        for (int64_t block = share.first_block; block < share.end_block; block++)
+            for (int64_t first = 0; first < steps; first += chunk) {
+                const int64_t end = smaller(first + chunk, steps);
+                const uint32_t *b = w.units + (block * steps + first) * UNITS * BLOCK;
+                const char *ahead = reinterpret_cast<const char *>(b) + (end - first) * 2 * TILE_BYTES;
+                for (int64_t p = 0; p < panels; p++, ahead += (end - first) * fetch * 64) {
+                    const char *a = packed + 2 * p * steps * TILE_BYTES;
+                    const int64_t left = rows - p * PANEL;
+                    if (left > ROWS) run<true, false>(a, b, first, end, ahead, fetch, sums[p]);
+                    else run<false, false>(a, b, first, end, ahead, fetch, sums[p]);
+                    if (end == steps) pending = result(sums[p], block, y + p * PANEL * w.n, left);
+                }
+            }
+    }
+
+  public:
+    explicit Multiplier(const LinearWeight &w) : w(w), steps(divide_up(w.k, STEP)) {}
+
+    // False: no memory.
+    bool multiply_share(const uint16_t *x, int64_t x_stride, uint16_t *y, Share share) {
+        static thread_local ThreadMemory memory;
+        const int64_t all = share.end_row - share.first_row;
+        if (all <= 0 || share.first_block == share.end_block) return true;
+        const int64_t halves = divide_up(smaller(all, SUPER_PANELS * PANEL), ROWS);
+        char *room = memory.reserve(sizeof(Sums) * SUPER_PANELS + halves * steps * TILE_BYTES);
+        if (!room) return false;
+        sums = reinterpret_cast<Sums *>(room);
+        packed = room + sizeof(Sums) * SUPER_PANELS;
+        configure(static_cast<int>(smaller(ROWS, all)), all > ROWS ? static_cast<int>(smaller(ROWS, all - ROWS)) : 1);
+        for (int64_t row = share.first_row; row < share.end_row; row += SUPER_PANELS * PANEL) {
+            const int64_t rows = smaller(SUPER_PANELS * PANEL, share.end_row - row);
+            pack_rows(x + row * x_stride, x_stride, rows, w.k, packed);
+            if (rows <= PANEL) one_panel(rows, share, y + row * w.n);
+            else many_panels(rows, share, y + row * w.n);
+            pending.write();
+        }
+        release_tiles();
+        return true;
+    }
+};
+
+}  // namespace
+
+// y = x W^T + b of `rows` rows of x, `x_stride` numbers apart; y is dense. Not 0: no memory.
+extern "C" int32_t octavo_linear_bf16_amx(const LinearWeight *w, const void *x, int64_t x_stride, int64_t rows, void *y,
+                                          int64_t most_threads) {
+    const int threads = useful_threads(*w, rows, most_threads);
+    bool failed = false;
+    auto body = [&](int thread) {
+        const Share share = share_of(thread, threads, rows, divide_up(w->n, BLOCK), PANEL);
+        if (!Multiplier(*w).multiply_share(static_cast<const uint16_t *>(x), x_stride, static_cast<uint16_t *>(y), share))
+            failed = true;
+    };
+    on_threads(threads, body);
+    return failed;
+}

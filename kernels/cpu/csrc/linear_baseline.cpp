@@ -1,0 +1,4 @@
+#include "linear_vector.h"
+
+LINEAR_ENTRY(octavo_linear_fp32_baseline, Fp32)
+LINEAR_ENTRY(octavo_linear_bf16_baseline, Bf16)

@@ -1,0 +1,134 @@
+// Linear layers in vector registers, for any format and instruction set: M rows x N vectors of outputs are summed up in
+// registers while the input dims pass by.
+
+#pragma once
+
+#include "linear.h"
+
+namespace {
+
+// Rows that are computed together, and accumulators that fit the registers beside what they take in.
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 12, ACCUMULATORS = 24;
+#elif defined(__AVX2__)
+constexpr int MOST_ROWS = 6, ACCUMULATORS = 12;
+#else
+constexpr int MOST_ROWS = 4, ACCUMULATORS = 8;
+#endif
+constexpr int BLOCK_VECS = BLOCK / W;
+constexpr int64_t SUPER_ROWS = 240;  // packed together; a multiple of all MOST_ROWS
+
+// M rows of x. Packed: [units, M] units. In place: rows `stride` numbers apart.
+template <class F, int M, bool PACKED>
+struct Panel {
+    const typename F::Number *x;
+    int64_t stride;
+
+    Units unit(int m, int64_t u) const {
+        uint32_t unit;
+        memcpy(&unit, PACKED ? x + (u * M + m) * F::PAIR : x + m * stride + u * F::PAIR, 4);
+        return splat_unit(unit);
+    }
+};
+
+inline void write_outputs(const float *sums, int outputs, float *y) { memcpy(y, sums, outputs * sizeof(float)); }
+inline void write_outputs(const float *sums, int outputs, uint16_t *y) {
+    for (int i = 0; i < outputs; i++) y[i] = to_bf16(sums[i]);
+}
+
+// M rows x one block of outputs.
+template <class F, int M, bool PACKED>
+void multiply_block(const LinearWeight &w, Panel<F, M, PACKED> panel, int64_t block, typename F::Number *y) {
+    constexpr int N = ACCUMULATORS / M >= BLOCK_VECS ? BLOCK_VECS : 2;
+    constexpr int AHEAD = 32 * BLOCK;  // units that the weight is fetched in advance
+    const int64_t depth = divide_up(w.k, F::PAIR);
+    alignas(64) float sums[M][BLOCK];
+    for (int first = 0; first < BLOCK_VECS; first += N) {
+        const uint32_t *units = w.units + block * w.depth * BLOCK + first * W;
+        Vec sum[M][N];
+        for (auto &row : sum)
+            for (Vec &s : row) s = splat(0);
+        for (int64_t u = 0; u < depth; u++, units += BLOCK) {
+            Units piece[N];
+            for (int j = 0; j < N; j++) piece[j] = load_units(units + j * W);
+            for (int j = 0; j < N * W; j += 16) __builtin_prefetch(units + AHEAD + j);
+            for (int m = 0; m < M; m++) {
+                const Units unit = panel.unit(m, u);
+                for (int j = 0; j < N; j++) sum[m][j] = F::dot(sum[m][j], unit, piece[j]);
+            }
+        }
+        for (int j = 0; j < N; j++) {
+            const int64_t output = (first + j) * W;
+            for (int m = 0; m < M; m++)
+                store(sums[m] + output, w.bias ? add(sum[m][j], load(w.bias + block * BLOCK + output)) : sum[m][j]);
+        }
+    }
+    const int outputs = static_cast<int>(smaller(BLOCK, w.n - block * BLOCK));
+    for (int m = 0; m < M; m++) write_outputs(sums[m], outputs, y + m * w.n + block * BLOCK);
+}
+
+// As multiply_block, for a number of rows known at run time.
+template <class F, bool PACKED, int M = MOST_ROWS>
+void multiply_rows(const LinearWeight &w, const typename F::Number *x, int64_t stride, int rows, int64_t block,
+                   typename F::Number *y) {
+    if constexpr (M > 1) {
+        if (rows < M) return multiply_rows<F, PACKED, M - 1>(w, x, stride, rows, block, y);
+    }
+    multiply_block(w, Panel<F, M, PACKED>{x, stride}, block, y);
+}
+
+// rows of x -> [units, rows] units; the last number of an odd row gets a zero beside it.
+template <class F>
+void pack_panel(const typename F::Number *x, int64_t stride, int rows, int64_t k, typename F::Number *to) {
+    for (int m = 0; m < rows; m++, x += stride) {
+        for (int64_t u = 0; u < k / F::PAIR; u++) memcpy(to + (u * rows + m) * F::PAIR, x + u * F::PAIR, 4);
+        if (k % F::PAIR) to[(k / F::PAIR * rows + m) * F::PAIR] = x[k - 1], to[(k / F::PAIR * rows + m) * F::PAIR + 1] = 0;
+    }
+}
+
+// One thread's rows and blocks. False: no memory.
+template <class F>
+bool multiply_share(const LinearWeight &w, const typename F::Number *x, int64_t x_stride, typename F::Number *y, Share share) {
+    using Number = typename F::Number;
+    static thread_local ThreadMemory memory;
+    const int64_t width = divide_up(w.k, F::PAIR) * F::PAIR, all = share.end_row - share.first_row;
+    // Rows a multiple of 4096 bytes apart would fight for the same places of the cache.
+    const bool in_place = all <= MOST_ROWS && width == w.k && (all == 1 || x_stride * sizeof(Number) % 4096 != 0);
+    auto *packed = in_place ? nullptr : reinterpret_cast<Number *>(memory.reserve(smaller(all, SUPER_ROWS) * width * sizeof(Number)));
+    if (!in_place && !packed) return false;
+    for (int64_t row = share.first_row; row < share.end_row; row += SUPER_ROWS) {
+        const int64_t rows = smaller(SUPER_ROWS, share.end_row - row);
+        const int64_t panel = divide_up(rows, divide_up(rows, MOST_ROWS));
+        const auto rows_of = [=](int64_t first) { return static_cast<int>(smaller(panel, rows - first)); };
+        for (int64_t r = 0; r < rows && !in_place; r += panel)
+            pack_panel<F>(x + (row + r) * x_stride, x_stride, rows_of(r), w.k, packed + r * width);
+        for (int64_t block = share.first_block; block < share.end_block; block++)
+            for (int64_t r = 0; r < rows; r += panel) {
+                Number *to = y + (row + r) * w.n;
+                if (in_place) multiply_rows<F, false>(w, x + row * x_stride, x_stride, rows_of(r), block, to);
+                else multiply_rows<F, true>(w, packed + r * width, 0, rows_of(r), block, to);
+            }
+    }
+    return true;
+}
+
+template <class F>
+int32_t linear(const LinearWeight &w, const void *x, int64_t x_stride, int64_t rows, void *y, int64_t most_threads) {
+    const int threads = useful_threads(w, rows, most_threads);
+    bool failed = false;
+    auto body = [&](int thread) {
+        const Share share = share_of(thread, threads, rows, divide_up(w.n, BLOCK), MOST_ROWS);
+        if (!multiply_share<F>(w, static_cast<const typename F::Number *>(x), x_stride, static_cast<typename F::Number *>(y), share))
+            failed = true;
+    };
+    on_threads(threads, body);
+    return failed;
+}
+
+}  // namespace
+
+// y = x W^T + b of `rows` rows of x, `x_stride` numbers apart; y is dense. Not 0: no memory.
+#define LINEAR_ENTRY(name, F)                                                                                      \
+    extern "C" int32_t name(const LinearWeight *w, const void *x, int64_t x_stride, int64_t rows, void *y, int64_t threads) { \
+        return linear<F>(*w, x, x_stride, rows, y, threads);                                                       \
+    }

@@ -1,0 +1,234 @@
+"""The KV manager under random use, against memory that remembers what was written where.
+
+Each slot of `memory` holds the whole context (root and tokens) it was written for. Whatever the manager shares, copies,
+evicts or hands out again, every table must read back its own sequence, and every node of the tree what it claims.
+"""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.kv.block import Block, RootKey
+from engine.core.kv.manager import KVManager
+from engine.messages import AddRequest
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+
+MAX_TOKENS = 40
+
+Context = tuple[RootKey, tuple[int, ...]]
+
+
+@dataclass
+class Step:
+    number: int
+    rows: list[tuple[Request, int, int]] = field(default_factory=list)
+    """(request, from, to)"""
+
+
+class KVMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(3, 24),
+        block_size=st.sampled_from([2, 3, 4]),
+        caching=st.sampled_from([True, True, False]),
+    )
+    def build(self, num_blocks: int, block_size: int, caching: bool) -> None:
+        self.kv = KVManager(num_blocks, block_size, caching)
+        self.memory: list[list[Context | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.unfinished: list[Step] = []
+        self.history: list[list[int]] = []
+        self.step = 0
+        self.arrivals = 0
+
+    # -------------------------------------------------------------- rules
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        salt=st.sampled_from([None, None, "s"]),
+        data=st.data(),
+    )
+    def arrive(self, tokens: list[int], salt: str | None, data: st.DataObject) -> None:
+        """A sequence: new tokens, or a head of what an earlier one held and new tokens."""
+        if self.history and data.draw(st.booleans()):
+            known = data.draw(st.sampled_from(self.history))
+            tokens = known[: data.draw(st.integers(1, len(known)))] + tokens[:3]
+        self.arrivals += 1
+        limit = min(MAX_TOKENS, self.kv.usable_tokens)
+        add = AddRequest(
+            request_id=f"r{self.arrivals}",
+            prompt_token_ids=tokens[: limit - 1],
+            params=SamplingParams(max_tokens=None),
+            arrival=0.0,
+            salt=salt,
+        )
+        self.waiting.append(Request(add, self.arrivals, limit, frozenset()))
+
+    @precondition(lambda self: len(self.unfinished) < 2)
+    @rule(data=st.data(), breaks=st.sampled_from([False] * 9 + [True]))
+    def plan_step(self, data: st.DataObject, breaks: bool) -> None:
+        """Rows for some of the running and admission of some of the waiting; then the step runs, or breaks."""
+        step = Step(self.step + 1)
+        self.kv.open_step(step.number)
+        for request in list(self.running):
+            action = data.draw(st.sampled_from(["advance", "advance", "catch up", "rest", "preempt"]))
+            if action == "preempt":
+                self.preempt(request)
+            elif action != "rest":
+                if action == "catch up" and request.last_step <= self.kv.finished_step:
+                    self.kv.extend_match(request)
+                self.advance(step, request, data.draw(st.integers(1, 9)))
+        for request in list(self.waiting):
+            if request.last_step <= self.kv.finished_step and data.draw(st.booleans()):
+                self.admit(step, request, data.draw(st.integers(1, 9)))
+        copies = self.kv.seal_step(sum(end - start for _, start, end in step.rows))
+        if not step.rows:
+            assert not copies
+            return
+        self.step = step.number
+        if breaks:
+            self.break_down()
+        else:
+            self.execute(step, copies)
+            self.unfinished.append(step)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def finish_step(self, data: st.DataObject) -> None:
+        """The oldest step is done: contents are confirmed, and who has computed everything known gets a token."""
+        step = self.unfinished.pop(0)
+        self.kv.close_step(step.number)
+        for request, start, end in step.rows:
+            if request not in self.running:
+                continue
+            request.num_confirmed += end - start
+            self.kv.publish(request, request.num_confirmed, step.number)
+            if data.draw(st.booleans()):
+                self.kv.publish_tail(request, step.number)
+            if request.num_confirmed == len(request.token_ids) < request.max_total:
+                request.token_ids.append(data.draw(st.integers(0, 1)))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), keep=st.sampled_from([True, True, True, False]))
+    def end(self, data: st.DataObject, keep: bool) -> None:
+        """Finished, aborted or failed, perhaps while a step still writes its pages."""
+        request = data.draw(st.sampled_from(self.running))
+        self.running.remove(request)
+        self.history.append(list(request.token_ids))
+        self.kv.free(request, keep)
+
+    # -------------------------------------------------------------- what the scheduler would do
+    def admit(self, step: Step, request: Request, chunk: int) -> None:
+        available = self.kv.num_available
+        match = self.kv.fitting_match(request, reserved=0)
+        assert self.kv.num_available == available
+        if match is None:
+            in_use = sum(block.ref_count > 0 for block in self.kv.match_prefix(request).blocks)
+            assert self.kv.footprint(request) - in_use > available
+            return
+        assert match.num_tokens < len(request.token_ids)
+        end = min(match.num_tokens + chunk, len(request.token_ids))
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.kv.admit(request, match, end)
+        self.add_row(step, request, end)
+
+    def advance(self, step: Step, request: Request, chunk: int) -> None:
+        end = min(request.num_computed + chunk, len(request.token_ids), request.max_total - 1)
+        if end == request.num_computed:
+            return
+        before, available = list(request.block_ids), self.kv.num_available
+        new = self.kv.try_allocate(request, end)
+        if new is None:
+            assert request.block_ids == before and self.kv.num_available == available
+            assert self.kv.blocks_for(end) - len(before) > available
+            return
+        assert request.block_ids == before + new
+        self.add_row(step, request, end)
+
+    def add_row(self, step: Step, request: Request, end: int) -> None:
+        step.rows.append((request, request.num_computed, end))
+        request.num_computed, request.last_step = end, step.number
+        self.kv.publish(request, end, step.number)
+
+    def preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.waiting.append(request)
+        request.num_preemptions += 1
+        self.kv.free(request)
+
+    def execute(self, step: Step, copies: list[tuple[int, int]]) -> None:
+        """Copies in order, then all rows' writes; then every row reads its whole context."""
+        for source, destination in copies:
+            self.memory[destination] = list(self.memory[source])
+        size, written = self.kv.block_size, set()
+        for request, start, end in step.rows:
+            for position in range(start, end):
+                place = request.block_ids[position // size], position % size
+                assert place not in written, "two rows write one slot"
+                written.add(place)
+                self.memory[place[0]][place[1]] = context(request, position)
+        for request, _, end in step.rows:
+            self.assert_reads(request, end)
+
+    def break_down(self) -> None:
+        """The step never runs."""
+        for request in self.running:
+            self.history.append(list(request.token_ids))
+            self.kv.free(request)
+        self.running.clear()
+        self.unfinished.clear()
+        self.kv.fail_steps()
+
+    # -------------------------------------------------------------- invariants
+    @invariant()
+    def bookkeeping_is_sound(self) -> None:
+        self.kv.check()
+        filled: set[tuple[int, int]] = set()
+        for request in self.running:
+            for position in range(request.num_computed):
+                filled.add((request.block_ids[position // self.kv.block_size], position % self.kv.block_size))
+        if not self.kv.awaits_release:
+            assert self.kv.tokens_stored == len(filled)
+
+    @invariant()
+    def tables_hold_their_sequences(self) -> None:
+        for request in self.running:
+            self.assert_reads(request, request.num_computed)
+
+    @invariant()
+    def the_tree_tells_the_truth(self) -> None:
+        def walk(parent: Block, key: RootKey, tokens: tuple[int, ...]) -> None:
+            for same_head in parent.heads.values():
+                for child in same_head:
+                    for length in range(1, len(child.tokens) + 1):
+                        assert self.memory[child.id][length - 1] == (key, tokens + child.tokens[:length]), child
+                    walk(child, key, tokens + child.tokens)
+
+        for key, root in self.kv.tree.roots.items():
+            walk(root, key, ())
+
+    def assert_reads(self, request: Request, end: int) -> None:
+        size = self.kv.block_size
+        for position in range(end):
+            found = self.memory[request.block_ids[position // size]][position % size]
+            assert found == context(request, position), (request.request_id, position)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        for request in self.running:
+            self.kv.free(request)
+        self.kv.close_step(self.step)
+        self.kv.check()
+        assert self.kv.pool.num_active == 0 and self.kv.tokens_stored == 0
+
+
+def context(request: Request, position: int) -> Context:
+    return RootKey(request.salt, request.adapter), tuple(request.token_ids[: position + 1])
+
+
+TestKVManager = KVMachine.TestCase
+TestKVManager.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

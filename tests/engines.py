@@ -1,0 +1,137 @@
+"""Whole engines on one loaded model: real scheduler, KV manager, runner and kernels, no HTTP. For tests."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from configs.kv import KVFormat, KVSpec
+from configs.limits import SchedulerLimits
+from configs.model import ModelConfig
+from engine.core.kv.manager import KVManager
+from engine.core.loop import EngineCore
+from engine.core.scheduler import Scheduler
+from engine.messages import AddRequest, CacheInfo, TokenLogprobs
+from engine.model.base import CausalLM
+from engine.model.registry import load_model
+from engine.ports import NoGrammar
+from engine.runner.executor import SingleExecutor
+from engine.runner.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
+
+FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory. Engines on it share the weights."""
+
+    model: CausalLM
+    config: ModelConfig
+    dtype: torch.dtype
+    window: int
+
+    @classmethod
+    def load(cls, path: Path, dtype: torch.dtype, window: int) -> "Loaded":
+        config = ModelConfig.from_source(path)
+        return cls(load_model(path, config, dtype, window, lambda fraction: None), config, dtype, window)
+
+
+@dataclass
+class Completion:
+    """What one sequence brought."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """fp64 [tokens]: log-probabilities of the chosen tokens and of the most likely ones, to compare bit for bit."""
+        rows = [[entry.logprob, *entry.top_logprobs] for entry in self.logprobs]
+        return torch.tensor(rows, dtype=torch.float64)
+
+
+class Engine:
+    """`run` completes prompts together; `check()` follows every step."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        num_blocks: int = 512,
+        block_size: int = 16,
+        max_num_seqs: int = 64,
+        chunk: int = 512,
+        prefix_caching: bool = True,
+    ) -> None:
+        spec = KVSpec(loaded.config.kv_layers(FORMATS[loaded.dtype]), block_size)
+        window = min(loaded.window, num_blocks * block_size)
+        limits = SchedulerLimits(max_num_seqs, chunk, window)
+        self.executor = SingleExecutor(ModelRunner(loaded.model, loaded.config, spec, num_blocks, limits))
+        scheduler = Scheduler(limits, KVManager(num_blocks, block_size, prefix_caching), loaded.config.eos_token_ids)
+        info = CacheInfo(num_blocks, block_size, spec.block_bytes, spec.bytes_per_token, "", window, prefix_caching)
+        self.core = EngineCore(scheduler, self.executor, NoGrammar(), info)
+        self._count = 0
+
+    def add(self, prompt: Sequence[int], params: SamplingParams, *, salt: str | None = None) -> list[str]:
+        """Queues the n choices; their ids."""
+        self._count += 1
+        ids = []
+        for index in range(params.n):
+            request_id = f"r{self._count}-{index}"
+            group = f"r{self._count}" if params.n > 1 else None
+            add = AddRequest(
+                request_id=request_id,
+                prompt_token_ids=list(prompt),
+                params=params,
+                arrival=time.monotonic(),
+                group=group,
+                index=index,
+                salt=salt,
+            )
+            self.core.add(add)
+            ids.append(request_id)
+        return ids
+
+    def drain(self, results: dict[str, Completion]) -> None:
+        """Steps until nothing is left."""
+        while self.core.has_work:
+            for output in self.core.step():
+                result = results.setdefault(output.request_id, Completion())
+                result.token_ids += output.token_ids
+                result.logprobs += output.logprobs or []
+                result.finish_reason = output.finish_reason or result.finish_reason
+                result.cached_tokens = max(result.cached_tokens, output.cached_tokens)
+                result.num_preemptions = max(result.num_preemptions, output.num_preemptions)
+                assert output.error is None, output.error
+            self.core.check()
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """All together; with n > 1, the choices of one prompt follow one another."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        ids = [i for prompt, one in zip(prompts, each, strict=True) for i in self.add(prompt, one)]
+        results: dict[str, Completion] = {}
+        self.drain(results)
+        return [results[i] for i in ids]
+
+    @property
+    def preemptions(self) -> int:
+        return sum(self.core.stats().preemptions_total.values())
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
