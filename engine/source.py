@@ -230,6 +230,6 @@ def _from_hub(repository: str, progress: Progress) -> Path:
     try:
         _check_folder(folder)
     except StartupError as error:
-        raise _NotFetched(str(error).removeprefix(f"--model {folder} ").rstrip(".")) from None
+        raise _NotFetched("it " + str(error).removeprefix(f"--model {folder} ").rstrip(".")) from None
     progress(f"downloading {repository} from the Hugging Face Hub", 1.0)
     return folder

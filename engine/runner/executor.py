@@ -112,6 +112,7 @@ class SingleExecutor:
     def _finish(self, handle: StepHandle, masks: Masks | None) -> StepResult:
         """Draws, appends to the rows, and lets the logits go."""
         slots, logits = handle.slots, handle.logits
+        handle.logits = self._open = None
         results: list[RowResult] = []
         if len(slots):
             assert logits is not None and logits.shape[0] == len(slots), logits
@@ -127,7 +128,6 @@ class SingleExecutor:
             self.rows.append_tokens(slots, sampled.token_ids)
             self.sampler.columns.record(numbers, token_ids)
         handle.result = StepResult(handle.step, results)
-        handle.logits = self._open = None
         return handle.result
 
     def _fail(self, results: list[RowResult]) -> None:

