@@ -7,7 +7,7 @@ other one leaves a `Refused` with its reason in words, for the start-up block an
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,14 @@ def candidates(op: str) -> tuple[Candidate, ...]:
 @functools.cache
 def choose(op: str, device: str, dtype: torch.dtype) -> Choice:
     """The implementation that serves `op` on `device` ("cpu", "cuda") in `dtype`. Raises NoImplementation."""
+    return choose_among(candidates(op), op, device, dtype)
+
+
+def choose_among(candidates: Iterable[Candidate], op: str, device: str, dtype: torch.dtype) -> Choice:
+    """The first of `candidates` that accepts. Raises NoImplementation."""
     chosen: tuple[str, Callable[..., Any]] | None = None
     refused = []
-    for candidate in candidates(op):
+    for candidate in candidates:
         offer = candidate.offer(device, dtype)
         if isinstance(offer, Refused):
             refused.append((candidate.name, offer.reason))

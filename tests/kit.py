@@ -213,7 +213,7 @@ class ScriptedServer:
         self._window, self._loads = window, loads
         self._folder = tempfile.TemporaryDirectory(prefix="kit-")
         self._listening, self._up, self._down = socket.socket(), threading.Event(), threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._broken: BaseException | None = None
         self.exit_code: int | None = None
         """The engine's, once it has ended."""
@@ -237,8 +237,8 @@ class ScriptedServer:
         if self._loads is not None:
             self._loads.set()
         self.executor.allow(None)
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._stopping.set)
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self._stopping.set)
         for thread in (self._http, self._engine):
             thread.join(PATIENCE)
             assert not thread.is_alive(), f"{thread.name} hangs"
@@ -263,7 +263,7 @@ class ScriptedServer:
         return core, EngineReady(cache, {"model": MODEL, "dtype": "none"}, self.tokenizer.vocab_size)
 
     async def _serve(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self.loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         try:
             names = self.settings.served_model_name or (MODEL,)
             model = ServedModel(names, self.tokenizer, ChatRenderer(self.tokenizer), {})
@@ -289,8 +289,8 @@ class ScriptedServer:
 
     def call(self, make: Callable[[], Any]) -> Any:
         """Runs a coroutine on the server's loop and waits for it."""
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(make(), self._loop).result(PATIENCE)
+        assert self.loop is not None
+        return asyncio.run_coroutine_threadsafe(make(), self.loop).result(PATIENCE)
 
     def wait_engine_down(self) -> int:
         assert self._down.wait(PATIENCE)
@@ -393,17 +393,17 @@ class ScriptedServer:
         return self.metrics().get((name, *(f"{key}={value}" for key, value in sorted(labels.items()))), 0.0)
 
     def wait_running(self, running: int, waiting: int = 0) -> None:
-        eventually(
-            lambda: (
-                (self.metric("vllm:num_requests_running"), self.metric("vllm:num_requests_waiting"))
-                == (running, waiting)
-            )
-        )
+        assert self.context.client is not None
+        client = self.context.client
+        eventually(lambda: (client.stats.running, client.stats.waiting) == (running, waiting))
 
     def assert_idle(self) -> None:
         """Nothing runs, nothing waits, no page is held, and the server is well."""
         self.wait_running(0)
-        assert self.metric("vllm:kv_cache_usage_perc") == 0 and self.metric("octavo_kv_tokens_stored") == 0
+        seen = self.metrics()
+        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+            assert seen[name,] == 0, name
+        assert seen["octavo_kv_tokens_stored",] == 0
         assert self.http.get("/health").status_code == 200
 
 

@@ -20,6 +20,8 @@ ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 PART_JOINER = "\n"
 INSTRUCTION_JOINER = "\n\n"
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+MAX_DEPTH = 64
+"""Levels of objects and lists inside one another."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,16 @@ def with_parts(messages: list[Message]) -> list[Message]:
     ]
 
 
-def plain_json(value: Any, name: str) -> Any:
+def plain_json(value: Any, name: str, depth: int = MAX_DEPTH) -> Any:
     """A deep copy out of JSON types alone: what a sandboxed template may see. Raises `InvalidRequest`."""
     if value is None or type(value) in (str, bool, int, float):
         return value
+    if depth == 0:
+        raise InvalidRequest(f"{name} is nested more than {MAX_DEPTH} levels deep.", name, "invalid_value")
     if isinstance(value, dict) and all(type(key) is str for key in value):
-        return {key: plain_json(item, name) for key, item in value.items()}
+        return {key: plain_json(item, name, depth - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_json(item, name) for item in value]
+        return [plain_json(item, name, depth - 1) for item in value]
     raise InvalidRequest(f"{name} holds a value that is not JSON ({type(value).__name__}).", name, "invalid_value")
 
 
@@ -122,19 +126,19 @@ def _tool_call(call: Any, name: str, traits: TemplateTraits) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{name} must hold calls with a function and its name.", name, "invalid_value")
-    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"), traits)}}
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"), name, traits)}}
 
 
-def _arguments(arguments: Any, traits: TemplateTraits) -> Any:
+def _arguments(arguments: Any, name: str, traits: TemplateTraits) -> Any:
     if traits.takes_argument_text:
         return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
     if not isinstance(arguments, str):
         return arguments or {}
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:  # a call that was cut off, say: the template gets the text as it is
+    except (ValueError, RecursionError):  # a call that was cut off, say: the template gets the text as it is
         return arguments
-    return value if isinstance(value, dict) else arguments
+    return plain_json(value, name) if isinstance(value, dict) else arguments
 
 
 def _without_developer(messages: list[Message]) -> list[Message]:

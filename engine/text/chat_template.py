@@ -113,17 +113,14 @@ class ChatRenderer:
             raise InvalidRequest(
                 "add_generation_prompt and continue_final_message cannot both be true.", "continue_final_message"
             )
-        try:
-            return _Chat(
-                normalize_messages(messages, self.traits),
-                plain_json(tools, "tools"),
-                self._arguments(template_kwargs or {}),
-                add_generation_prompt,
-                continue_final_message,
-                self.traits,
-            )
-        except RecursionError:
-            raise InvalidRequest("The request's JSON is nested too deeply.", "messages", "invalid_value") from None
+        return _Chat(
+            normalize_messages(messages, self.traits),
+            plain_json(tools, "tools"),
+            self._arguments(template_kwargs or {}),
+            add_generation_prompt,
+            continue_final_message,
+            self.traits,
+        )
 
     def _arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         for name in arguments:
@@ -272,7 +269,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield key
+            pass
             yield from _strings(item)
 
 

@@ -1,4 +1,7 @@
-"""The KV pool and paged attention on the CPU in C++ (`csrc/store.cpp`, `csrc/attention.h`). Contracts: `kernels.ops`."""
+"""The KV pool and paged attention on the CPU in C++. Contracts: `kernels.ops`.
+
+Sources: `csrc/store.cpp`; `csrc/attention.h` says how a row's result is defined.
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -14,6 +17,10 @@ from kernels.registry import Accepted, Candidate, Refused
 
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """What the native attention computes in; its entries carry these names."""
+
+BF16_ONLY = ("avx512bf16", "amx")
+
+Offer = Callable[[str, torch.dtype], Accepted | Refused]
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 
@@ -152,8 +159,8 @@ class NativeCopy:
 
 def native_attention(native: NativeLibrary, isa: str, dtype: torch.dtype) -> NativeAttention | Refused:
     """Paged attention in `dtype` compiled for instruction set `isa`, or why this machine has none."""
-    if dtype not in KINDS:
-        return Refused(f"computes in fp32 and bf16, not in {dtype}")
+    if dtype not in KINDS or (dtype is torch.float32 and isa in BF16_ONLY):
+        return Refused(f"does not compute in {str(dtype).removeprefix('torch.')}")
     name = f"attention_{KINDS[dtype]}"
     if reason := native.refusal(name, isa):
         return Refused(reason)
@@ -174,7 +181,7 @@ def _native(device: str) -> NativeLibrary | Refused:
     return library.load() or Refused(library.refusal() or "not loaded")
 
 
-def _offer_attention(isa: str) -> Callable[[str, torch.dtype], Accepted | Refused]:
+def _offer_attention(isa: str) -> Offer:
     def offer(device: str, dtype: torch.dtype) -> Accepted | Refused:
         native = _native(device)
         if isinstance(native, Refused):
@@ -185,8 +192,8 @@ def _offer_attention(isa: str) -> Callable[[str, torch.dtype], Accepted | Refuse
     return offer
 
 
-def _offer_plain(make: Callable[[NativeLibrary], Callable[..., Any]]) -> Callable[[str, torch.dtype], Accepted | Refused]:
-    """For entries that move bits of any 16-bit or 32-bit dtype."""
+def _offer_move(make: Callable[[NativeLibrary], Callable[..., Any]]) -> Offer:
+    """For entries that move bits, whatever these mean."""
 
     def offer(device: str, dtype: torch.dtype) -> Accepted | Refused:
         native = _native(device)
@@ -197,6 +204,6 @@ def _offer_plain(make: Callable[[NativeLibrary], Callable[..., Any]]) -> Callabl
 
 CANDIDATES = (
     *(Candidate("paged_attention", f"C++ {ISA_TITLES[isa]}", _offer_attention(isa)) for isa in reversed(ISAS)),
-    Candidate("store_kv", "C++", _offer_plain(native_store)),
-    Candidate("copy_blocks", "C++", _offer_plain(native_copy)),
+    Candidate("store_kv", "C++", _offer_move(native_store)),
+    Candidate("copy_blocks", "C++", _offer_move(native_copy)),
 )

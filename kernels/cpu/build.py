@@ -1,13 +1,13 @@
 """Compiles `csrc/*.cpp` into one shared library with a plain C ABI. No torch: `setup.py` loads this file too.
 
-Every source is compiled for the instruction set that its name ends in (`attention_avx2.cpp`; no such ending: baseline), so
-one library serves all machines of an architecture and the loader picks by cpuid. Two rules for the sources follow from
-that: all code of an `_ISA` file has internal linkage apart from its `extern "C"` entries (the linker keeps one of equal
-inline functions, and it must not be the AVX-512 one), and results never depend on what the compiler contracts
+Every source is compiled for the instruction set that its name ends in (`attention_avx2.cpp`; no such ending: baseline),
+so one library serves all machines of an architecture and the loader picks by cpuid. Two rules for the sources follow:
+all code of an `_ISA` file has internal linkage apart from its `extern "C"` entries (the linker keeps one of several
+equal inline functions, and it must not be the AVX-512 one), and results never depend on what the compiler contracts
 (-ffp-contract=off; a fused multiply-add is written as one).
 
-The library is linked without an OpenMP runtime: `library.py` resolves those symbols from the one torch has loaded, so
-that a process has one pool of threads.
+The library is linked without an OpenMP runtime and calls it without the compiler's help (`csrc/parallel.h`): its
+symbols are resolved from the runtime that torch has loaded (`library.py`), so that a process has one pool of threads.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ SOURCES = Path(__file__).parent / "csrc"
 
 COMPILERS = ("g++", "c++", "clang++")
 
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fopenmp")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti")
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
@@ -46,7 +46,7 @@ class BuildError(Exception):
 def source_key() -> str:
     """Names what a library was made from: sources and flags."""
     digest = hashlib.sha256(repr((FLAGS, ISA_FLAGS, platform.machine())).encode())
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -95,15 +95,15 @@ def compile_library(target: Path, compiler: str) -> None:
 def _compile_objects(folder: Path, compiler: str) -> list[Path]:
     """One object a source. Sources for instruction sets that this compiler or architecture lacks are left out."""
     flags = {isa: isa_flags for isa, isa_flags in ISA_FLAGS.items() if _understands(compiler, isa, isa_flags)}
-    jobs = [(source, folder / f"{source.stem}.o") for source in sorted(SOURCES.glob("*.cpp")) if source_isa(source) in flags]
+    sources = [source for source in sorted(SOURCES.glob("*.cpp")) if source_isa(source) in flags]
 
-    def compile_one(job: tuple[Path, Path]) -> Path:
-        source, target = job
+    def compile_one(source: Path) -> Path:
+        target = folder / f"{source.stem}.o"
         _run([compiler, *FLAGS, *flags[source_isa(source)], "-c", str(source), "-o", str(target)])
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(compile_one, jobs))
+        return list(pool.map(compile_one, sources))
 
 
 def source_isa(source: Path) -> str:

@@ -3,8 +3,8 @@
 import ctypes
 import ctypes.util
 import functools
+import logging
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,10 @@ from typing import Any
 import torch
 
 from kernels.cpu.build import ISA_FLAGS, BuildError, cached_library, installed_library
+
+_OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.\w]*\.so[.\d]*$")
+
+log = logging.getLogger(__name__)
 
 ISAS = tuple(ISA_FLAGS)
 """Instruction sets, weakest first: baseline, avx2, avx512, avx512bf16, amx."""
@@ -57,7 +61,7 @@ def load() -> NativeLibrary | None:
     outcome = _attempt()
     if isinstance(outcome, NativeLibrary):
         return outcome
-    warnings.warn(f"no native kernels: {outcome}. Slow torch code serves instead.", RuntimeWarning, stacklevel=2)
+    log.warning("No native kernels: %s. Slow torch code serves instead.", outcome)
     return None
 
 
@@ -97,20 +101,17 @@ def open_library(path: Path) -> NativeLibrary:
 
 
 def openmp_runtime() -> str:
-    """The OpenMP runtime of this process (the one torch has loaded), else one of torch's or the system's.
+    """The OpenMP runtime of this process (torch's, where there are several), else the system's.
 
     Two runtimes would keep two pools of threads that spin against each other. Raises OSError where there is none.
     """
-    pattern = re.compile(r"/lib(gomp|iomp5|omp)[-.\w]*\.so[.\d]*$")
+    site = Path(torch.__file__).parent.parent
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            path = line.rstrip("\n").partition("/")
-            if pattern.search(path[1] + path[2]):
-                return path[1] + path[2]
-    package = Path(torch.__file__).parent
-    for folder in (package / "lib", package.parent / "torch.libs"):
-        for candidate in sorted(folder.glob("lib*omp*.so*")):
-            return str(candidate)
+        mapped = [path for line in maps if (path := line.rstrip("\n").partition("/")[2])]
+    loaded = [f"/{path}" for path in dict.fromkeys(mapped) if _OPENMP.search(path)]
+    of_torch = [path for path in loaded if path.startswith(str(site))]
+    if loaded:
+        return (of_torch or loaded)[0]
     if name := ctypes.util.find_library("gomp"):
         return name
     raise OSError("no OpenMP runtime: torch has loaded none and the system has no libgomp")

@@ -1,8 +1,13 @@
 """The KV pool and paged attention in plain torch. Contracts: `kernels.ops`; layout: `configs.kv`."""
 
+import functools
+
 import torch
 
 from configs.kv import KVFormat, KVPart, KVSpec
+
+SPLIT = 256
+"""Tokens whose values one matrix product sums. Over longer ones libraries divide the sum by the number of threads."""
 
 DTYPES = {KVFormat.FP32: torch.float32, KVFormat.BF16: torch.bfloat16, KVFormat.FP16: torch.float16}
 
@@ -45,6 +50,7 @@ def paged_attention(
     seq_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
+    """Row by row, so that a row's result cannot depend on what else is computed."""
     kv_heads = spec.layers[layer].kv_heads
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     starts, lengths = query_start.tolist(), seq_lens.tolist()
@@ -55,7 +61,9 @@ def paged_attention(
             seen = length - (last - 1 - row)
             heads = q[row].float().view(kv_heads, -1, q.shape[2])  # [Hkv, G, D]
             weights = torch.softmax(heads @ k[:, :seen].mT * scale, dim=-1)
-            out[row] = (weights @ v[:, :seen]).flatten(0, 1).to(q.dtype)
+            parts = zip(torch.split(weights, SPLIT, -1), torch.split(v[:, :seen], SPLIT, -2), strict=True)
+            products = [w @ x for w, x in parts]
+            out[row] = functools.reduce(torch.add, products).flatten(0, 1).to(q.dtype)
     return out.flatten(1)
 
 

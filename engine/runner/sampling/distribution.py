@@ -48,8 +48,8 @@ def draw(weights: F32, cumulative: F64, uniform: F64) -> Ids:
     before = np.where(group > 0, cumulative[rows, group - 1], 0.0)
     share = (target - before) / (cumulative[rows, group] - before)
     members = weights.reshape(len(weights), LANES, -1)[rows, :, group].cumsum(axis=1, dtype=np.float64)
-    inner = np.minimum(share * members[:, -1], np.nextafter(members[:, -1], 0.0))
-    lane = (members <= inner[:, None]).sum(axis=1)
+    # share is below 1, by 2^-53 at least, so the product is below the last member after rounding too.
+    lane = (members <= (share * members[:, -1])[:, None]).sum(axis=1)
     token: Ids = lane * cumulative.shape[1] + group
     return token
 

@@ -9,7 +9,7 @@ namespace {
 constexpr int ROWS = 16, STEP = 32, UNITS = STEP / 2;  // of a tile: rows; bf16 numbers, units in one
 constexpr int TILE_BYTES = 1024;
 constexpr int PANEL = 2 * ROWS;
-constexpr int SUPER_PANELS = 8;  // packed together
+constexpr int SUPER_PANELS = 8, SUPER_BYTES = 768 << 10;  // packed together, at most
 constexpr int CHUNK = 10;  // steps of a block that stay in the first cache while many panels pass by
 enum { C00, C01, C10, C11, A0, A1, B0, B1 };  // tile registers: C[half of the rows][half of the outputs]
 
@@ -39,10 +39,34 @@ void pack_rows(const uint16_t *x, int64_t stride, int64_t rows, int64_t k, char 
     }
 }
 
+// Complete sums on their way to y: written a few rows at a time, while the tile unit is busy with the next ones.
+struct Pending {
+    const Sums *sums;
+    const float *bias;
+    uint16_t *y;
+    int64_t stride, rows, outputs, next;  // rows from `next` on are not written yet
+
+    void fetch() const {
+        for (int64_t row = 0; row < rows; row++) __builtin_prefetch(y + row * stride, 1);
+    }
+
+    // The next `count` rows.
+    void write(int64_t count) {
+        const __mmask32 there = outputs >= BLOCK ? ~0u : (1u << outputs) - 1;
+        for (const int64_t end = smaller(next + count, rows); next < end; next++) {
+            const float *from = sums->tile[next / ROWS * 2] + next % ROWS * ROWS;
+            __m512 low = _mm512_load_ps(from), high = _mm512_load_ps(from + ROWS * ROWS);
+            if (bias) low = _mm512_add_ps(low, _mm512_loadu_ps(bias)), high = _mm512_add_ps(high, _mm512_loadu_ps(bias + ROWS));
+            _mm512_mask_storeu_epi16(y + next * stride, there, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
+    }
+};
+
 // Takes in `steps` steps. a: A tiles of the upper half, `half` bytes before those of the lower one; b: units of the block.
 // `ahead`: what will be read next, of which `fetch` lines a step are fetched: to the first cache if NEAR, else the second.
 template <bool BOTH, bool NEAR>
-void multiply(const char *a, int64_t half, const uint32_t *b, int64_t steps, const char *ahead, int fetch) {
+void multiply(const char *a, int64_t half, const uint32_t *b, int64_t steps, const char *ahead, int fetch, Pending &pending) {
+    const int64_t written = divide_up(PANEL, steps);
     for (int64_t step = 0; step < steps; step++, a += TILE_BYTES, b += UNITS * BLOCK) {
         load_tile<A0>(a, 64);
         load_tile<B0>(b, BLOCK * 4);
@@ -54,6 +78,7 @@ void multiply(const char *a, int64_t half, const uint32_t *b, int64_t steps, con
         load_tile<B1>(b + ROWS, BLOCK * 4);
         dot_bf16_tiles<C01, A0, B1>();
         if constexpr (BOTH) dot_bf16_tiles<C11, A1, B1>();
+        pending.write(written);
         for (int i = 0; i < fetch; i++, ahead += 64) _mm_prefetch(ahead, NEAR ? _MM_HINT_T0 : _MM_HINT_T1);
     }
 }
@@ -79,51 +104,29 @@ void store_sums(Sums &to) {
     if constexpr (BOTH) store_tile<C10>(to.tile[2], 64), store_tile<C11>(to.tile[3], 64);
 }
 
-// Complete sums on their way to y. They are written while the tile unit is busy with the next ones.
-struct Pending {
-    const Sums *sums = nullptr;
-    const float *bias;
-    uint16_t *y;
-    int64_t stride, rows, outputs;
-
-    void write() {
-        if (!sums) return;
-        const __mmask32 there = outputs >= BLOCK ? ~0u : (1u << outputs) - 1;
-        const __m512 none = _mm512_setzero_ps();
-        const __m512 bias0 = bias ? _mm512_loadu_ps(bias) : none, bias1 = bias ? _mm512_loadu_ps(bias + ROWS) : none;
-        for (int64_t row = 0; row < rows; row++) {
-            const float *from = sums->tile[row / ROWS * 2] + row % ROWS * ROWS;
-            __m512 low = _mm512_load_ps(from), high = _mm512_load_ps(from + ROWS * ROWS);
-            if (bias) low = _mm512_add_ps(low, bias0), high = _mm512_add_ps(high, bias1);
-            _mm512_mask_storeu_epi16(y + row * stride, there, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-        }
-        sums = nullptr;
-    }
-};
-
 // One thread's rows and blocks of outputs.
 class Multiplier {
     static constexpr int64_t AHEAD = 8192;  // bytes that the weight is fetched in advance while one panel passes by
 
     const LinearWeight &w;
-    const int64_t steps;  // of a block
+    const int64_t steps;         // of a block
+    const int64_t super_panels;  // packed together: as many as leave room in the second cache
     char *packed;         // A tiles of the rows at hand
     Sums *sums;           // of each of their panels
-    Pending pending;
+    Pending pending = {};
 
     // Steps [first, end) of one panel and block. The last ones leave the sums pending.
     template <bool BOTH, bool NEAR>
     void run(const char *a, const uint32_t *b, int64_t first, int64_t end, const char *ahead, int fetch, Sums &own) {
         if (first) load_sums<BOTH>(own);
         else zero_sums<BOTH>();
-        multiply<BOTH, NEAR>(a + first * TILE_BYTES, steps * TILE_BYTES, b, end - first, ahead, fetch);
+        multiply<BOTH, NEAR>(a + first * TILE_BYTES, steps * TILE_BYTES, b, end - first, ahead, fetch, pending);
         store_sums<BOTH>(own);
-        pending.write();
     }
 
     Pending result(const Sums &own, int64_t block, uint16_t *y, int64_t rows) const {
         const int64_t output = block * BLOCK;
-        return {&own, w.bias ? w.bias + output : nullptr, y + output, w.n, smaller(PANEL, rows), smaller(BLOCK, w.n - output)};
+        return {&own, w.bias ? w.bias + output : nullptr, y + output, w.n, smaller(PANEL, rows), smaller(BLOCK, w.n - output), 0};
     }
 
     // One panel: the weight passes by once.
@@ -152,31 +155,34 @@ class Multiplier {
                     const int64_t left = rows - p * PANEL;
                     if (left > ROWS) run<true, false>(a, b, first, end, ahead, fetch, sums[p]);
                     else run<false, false>(a, b, first, end, ahead, fetch, sums[p]);
-                    if (end == steps) pending = result(sums[p], block, y + p * PANEL * w.n, left);
+                    if (end < steps) continue;
+                    pending = result(sums[p], block, y + p * PANEL * w.n, left);
+                    pending.fetch();
                 }
             }
     }
 
   public:
-    explicit Multiplier(const LinearWeight &w) : w(w), steps(divide_up(w.k, STEP)) {}
+    explicit Multiplier(const LinearWeight &w)
+        : w(w), steps(divide_up(w.k, STEP)), super_panels(smaller(SUPER_PANELS, 1 + SUPER_BYTES / (steps * 2 * TILE_BYTES))) {}
 
     // False: no memory.
     bool multiply_share(const uint16_t *x, int64_t x_stride, uint16_t *y, Share share) {
         static thread_local ThreadMemory memory;
         const int64_t all = share.end_row - share.first_row;
         if (all <= 0 || share.first_block == share.end_block) return true;
-        const int64_t halves = divide_up(smaller(all, SUPER_PANELS * PANEL), ROWS);
+        const int64_t halves = divide_up(smaller(all, super_panels * PANEL), ROWS);
         char *room = memory.reserve(sizeof(Sums) * SUPER_PANELS + halves * steps * TILE_BYTES);
         if (!room) return false;
         sums = reinterpret_cast<Sums *>(room);
         packed = room + sizeof(Sums) * SUPER_PANELS;
         configure(static_cast<int>(smaller(ROWS, all)), all > ROWS ? static_cast<int>(smaller(ROWS, all - ROWS)) : 1);
-        for (int64_t row = share.first_row; row < share.end_row; row += SUPER_PANELS * PANEL) {
-            const int64_t rows = smaller(SUPER_PANELS * PANEL, share.end_row - row);
+        for (int64_t row = share.first_row; row < share.end_row; row += super_panels * PANEL) {
+            const int64_t rows = smaller(super_panels * PANEL, share.end_row - row);
             pack_rows(x + row * x_stride, x_stride, rows, w.k, packed);
             if (rows <= PANEL) one_panel(rows, share, y + row * w.n);
             else many_panels(rows, share, y + row * w.n);
-            pending.write();
+            pending.write(PANEL);
         }
         release_tiles();
         return true;

@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import Harness
+from fakes import Harness, make_request
 
 from engine.sampling_params import SamplingParams
 
@@ -22,7 +22,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 def test_an_executor_that_breaks_ends_everything_and_leaves_no_page_behind(depth: int, broken_step: int):
     harness = Harness(num_blocks=32, block_size=4, max_num_batched_tokens=16, depth=depth)
     harness.complete(prompt(9, 900), GREEDY)
-    before = harness.core.stats()
     harness.executor.break_at = harness.executor.last_step + broken_step
     for number in range(3):
         harness.add(f"r{number}", prompt(20, 100 * (number // 2)), GREEDY)
@@ -34,26 +33,23 @@ def test_an_executor_that_breaks_ends_everything_and_leaves_no_page_behind(depth
     harness.assert_idle()
     assert not harness.core.has_work
     harness.kv.open_step(10_000)
-    kept = harness.kv.match_prefix(_request(prompt(9, 900)))
+    kept = harness.kv.match_prefix(make_request(prompt(9, 900)))
     assert kept.num_tokens == 8  # confirmed before
+    if broken_step == 1:
+        assert harness.kv.match_prefix(make_request(prompt(20))).num_tokens == 0
     stats = harness.core.stats()
-    assert stats.pages_free + stats.pages_cached == stats.pages_total == before.pages_total
-    unfinished = broken_step - depth  # the last step whose result had come
-    found = harness.kv.match_prefix(_request(prompt(20))).num_tokens
-    assert found == (0 if unfinished < 1 else found)
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
 
 
 def test_what_a_broken_step_was_to_compute_is_not_found_afterwards():
-    harness = Harness(num_blocks=32, block_size=4, depth=1)
+    harness = Harness(num_blocks=32, block_size=4)
     harness.executor.break_at = 1
     harness.add("r", prompt(20), GREEDY)
     with pytest.raises(RuntimeError):
         harness.step()
     harness.core.check()
-    harness.executor.break_at = -1
-    harness.executor.rows.clear()
-    assert harness.complete(prompt(20), GREEDY).cached_tokens == 0
-    harness.assert_sequential("r1")
+    assert harness.kv.pool.num_free == 32 and not harness.kv.tree.roots
+    assert harness.core.stats().evictions_total == {"failed_step": 5}
 
 
 def test_memory_stats_have_the_promised_keys_and_add_up():
@@ -111,9 +107,3 @@ def test_an_idle_core_has_no_work_and_steps_to_nothing():
 def test_the_core_loads_neither_torch_nor_numpy():
     code = "import sys, engine.core.loop; assert not {'torch', 'numpy', 'zmq', 'fastapi'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
-
-
-def _request(tokens: list[int]):
-    from fakes import make_request
-
-    return make_request(tokens)

@@ -16,7 +16,7 @@ from engine.runner.request_rows import RequestRows
 from engine.runner.sampling.distribution import draw, group_sums, largest, padded
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.sampler import NO_TOKEN_LEFT, NON_FINITE, Sampler
-from engine.runner.sampling.truncation import truncate
+from engine.runner.sampling.truncation import draw_truncated, truncate
 from engine.sampling_params import SamplingParams
 
 EOS = (2, 5)
@@ -242,7 +242,7 @@ def constrained_rows(draw_):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(constrained_rows())
 def test_processors_do_what_the_reference_does(row):
     np.testing.assert_allclose(processed(row), np.array(reference_logits(row)), rtol=1e-5, atol=1e-5)
@@ -387,6 +387,28 @@ def test_a_draw_inverts_the_distribution():
     assert shares[40:60].sum() == shares[150:].sum() == 0
 
 
+def test_a_truncated_draw_inverts_the_distribution():
+    ids, weights = np.array([9, 4, 7, 30]), np.array([1.0, 0.75, 0.25, 0.25])
+    count = 9000
+    drawn = [draw_truncated(ids, weights, (place + 0.5) / count) for place in range(count)]
+    assert Counter(drawn) == {9: 4000, 4: 3000, 7: 1000, 30: 1000}
+    assert draw_truncated(ids, weights, 0.0) == 9 and draw_truncated(ids, weights, 1.0 - 2.0**-52) == 30
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 2**24), min_size=2, max_size=3), st.integers(0, 2**52 - 1))
+def test_a_draw_at_the_edge_of_a_group_stays_in_it(sums, bits):
+    """Uniform numbers right below and at the groups' borders: rounding never leads out of the row."""
+    weights = np.zeros((1, 64, len(sums)), np.float32)
+    weights[0, 40, :] = np.array(sums) / 3e7
+    cumulative = weights[0, 40:41].cumsum(axis=1, dtype=np.float64)
+    borders = np.floor(cumulative[0] / cumulative[0, -1] * 2.0**52)
+    grid = np.minimum([*borders, *(borders - 1), bits], 2.0**52 - 1) * 2.0**-52
+    rows = len(grid)
+    tokens = draw(weights.reshape(1, -1).repeat(rows, axis=0), cumulative.repeat(rows, axis=0), grid)
+    assert set(tokens.tolist()) <= {40 * len(sums) + group for group in range(len(sums))}
+
+
 def test_the_ends_of_the_unit_interval_draw_tokens_that_have_weight():
     weights = np.zeros((2, 128), np.float32)
     weights[:, [17, 100]] = [[1.0, 3.0], [1e-30, 1e-38]]
@@ -433,7 +455,7 @@ def outcome(result, place):
     return int(result.token_ids[place]), result.logprobs.get(place), result.faults.get(place)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(constrained_rows(), min_size=2, max_size=12), st.randoms(use_true_random=False))
 def test_a40_a_row_is_the_same_alone_and_in_company(rows, random):
     dtype = random.choice([torch.float32, torch.bfloat16])
@@ -513,6 +535,14 @@ def test_logprobs_are_those_of_the_raw_logits(dtype):
     assert found.rank == order.tolist().index(token) + 1
     assert found.top_ids == order[:5].tolist()
     assert found.top_logprobs == pytest.approx(expected[order[:5].copy()].tolist(), abs=2e-6)
+
+
+def test_the_rank_of_equals_is_by_id():
+    logits = torch.zeros(40)
+    logits[[6, 20, 31]] = torch.tensor([3.0, 4.0, 4.0])
+    row = Row(logits, SamplingParams(temperature=0.0, logit_bias={31: 1.0}, logprobs=2))
+    result = sample([row])
+    assert result.token_ids[0] == 31 and result.logprobs[0].rank == 2 and result.logprobs[0].top_ids == [20, 31]
 
 
 def test_logprobs_only_for_rows_that_ask_and_as_many_as_they_ask():

@@ -218,6 +218,19 @@ def test_a18_tool_calls_without_content(family: str, content: dict[str, Any]) ->
     assert chat.render(history)
 
 
+def test_a18_templates_that_need_content_get_an_empty_one(smollm2_chat: ChatRenderer) -> None:
+    """SmolLM2's adds strings: an absent content would be an error."""
+    assert not smollm2_chat.traits.takes_absent_content
+    for content in EMPTY_CONTENTS:
+        turn = {"role": "assistant", "tool_calls": [call("f", "{}")], **content}
+        assert smollm2_chat.render_text([U("q"), turn]).count("<|im_start|>assistant\n<|im_end|>") == 1
+
+
+def test_a18_templates_that_print_none_get_an_empty_content() -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.get('content') }}{% endfor %}"
+    assert rendered([U("q"), A(None, tool_calls=[call("f", "{}")])], template) == "user:qassistant:"
+
+
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 def test_a18_parts_are_joined_by_a_newline(role: str) -> None:
     parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
@@ -319,10 +332,17 @@ def test_deep_nesting_is_a_400() -> None:
     deep: Any = "x"
     for _ in range(5000):
         deep = [deep]
-    with pytest.raises(InvalidRequest, match="nested too deeply"):
-        renderer().render([{**U("x"), "extra": deep}])
-    with pytest.raises(InvalidRequest):
-        renderer("{{ messages | tojson }}").render([U("q"), A(None, tool_calls=[call("f", "[" * 100_000)])])
+    for options in ({"messages": [{**U("x"), "extra": deep}]}, {"messages": [U("x")], "tools": [{"a": deep}]}):
+        with pytest.raises(InvalidRequest, match="is nested more than 64 levels deep"):
+            renderer().render(**options)
+    for depth in (100, 900, 100_000):
+        arguments = '{"a":' * depth + "1" + "}" * depth
+        chat = [U("q"), A(None, tool_calls=[call("f", arguments)])]
+        if depth < 5000:
+            with pytest.raises(InvalidRequest, match="is nested more than 64 levels deep"):
+                renderer().render(chat)
+        else:
+            assert renderer().render(chat), "beyond the JSON parser: text, as any that is no JSON"
 
 
 @pytest.mark.parametrize(
@@ -439,6 +459,14 @@ def test_a25_in_tool_calls_tool_results_and_tools(family: str) -> None:
         return [token for token in ids if token in control]
 
     assert controls(marker) == controls("word")
+
+
+def test_a25_in_nothing_but_a_key() -> None:
+    turns = [U("q"), A(None, tool_calls=[call("f", {"<tool_call>": 1})])]
+    tokenizer = MODELS["thinking"]
+    ids = ChatRenderer(tokenizer).render(turns)
+    assert ids.count(tokenizer.backend.token_to_id("<tool_call>")) == 1
+    assert '"arguments": {"<tool_call>": 1}' in tokenizer.decode(ids, False)
 
 
 def test_a25_exactly_one_bos(family: str) -> None:

@@ -173,6 +173,13 @@ def test_merges_that_lead_to_a_control_token_are_out_of_reach() -> None:
     assert tokenizer.encode("<s>", add_special_tokens=False) == [4]
 
 
+def test_of_two_control_tokens_that_begin_alike_the_longer_is_found() -> None:
+    backend = byte_level(specials=("<a", "<a>", "<a>b"))
+    tokenizer = Tokenizer(TokenizerParts(backend, {}, (0,), False, None))
+    for text in ("<a>", "<a>b", "<a>c", "<a<a>b<a>"):
+        assert tokenizer.encode_trusted(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
 def test_unigram_vocabularies_keep_their_ids() -> None:
     model = tokenizers.models.Unigram([("<unk>", -9.0), ("<s>", 0.0), ("<", -5.0), ("s", -4.0), (">", -5.0)], 0, False)
     backend = tokenizers.Tokenizer(model)

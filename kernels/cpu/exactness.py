@@ -1,0 +1,61 @@
+"""Is a row's result the same bits alone and in company? Asked of the packed weights at start-up, on this machine."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from kernels.ops import PackedLinear, linear
+
+ROWS = 40
+WINDOWS = ((0, 1), (ROWS - 1, ROWS), (7, 9), (3, 6), (20, 25), (1, 17), (5, 22), (0, 33))
+"""Rows [start, end) that are computed again by themselves: each way in which kernels treat few rows."""
+
+
+def probe(packed: PackedLinear, dtype: torch.dtype) -> str | None:
+    """None if rows of a linear layer are bit-exact, else what they depend on, in words.
+
+    Random rows, all together, in windows, with one thread and with all of this process's.
+    """
+    generator = torch.Generator().manual_seed(packed.in_features)
+    x = torch.randn(ROWS, packed.in_features, generator=generator).to(dtype)
+    together = linear(x, packed)
+    if window := _differing_window(x, together, packed):
+        return f"rows depend on their company ({window[1] - window[0]} of {ROWS} rows)"
+    with _one_thread():
+        if not torch.equal(linear(x, packed), together):
+            return "rows depend on the number of threads"
+        if window := _differing_window(x, together, packed):
+            return f"rows depend on their company ({window[1] - window[0]} of {ROWS} rows, one thread)"
+    return None
+
+
+def report(layers: Mapping[str, PackedLinear], dtype: torch.dtype) -> str:
+    """For the start-up block: "rows are bit-exact: probed", or which layers are not and why.
+
+    layers: by name. One of each shape is probed: those of one shape are computed alike.
+    """
+    shapes: dict[tuple[int, int], str] = {}
+    for name, packed in layers.items():
+        shapes.setdefault((packed.out_features, packed.in_features), name)
+    failures = {name: reason for name in shapes.values() if (reason := probe(layers[name], dtype))}
+    if not failures:
+        return "rows are bit-exact: probed"
+    return "rows are NOT bit-exact: " + "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+
+
+def _differing_window(x: torch.Tensor, together: torch.Tensor, packed: PackedLinear) -> tuple[int, int] | None:
+    for start, end in WINDOWS:
+        if not torch.equal(linear(x[start:end], packed), together[start:end]):
+            return start, end
+    return None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

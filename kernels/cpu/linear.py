@@ -1,0 +1,171 @@
+"""Linear layers on the CPU: our own C++ (`csrc/linear.h`), else oneDNN. Contracts: `kernels.ops`.
+
+Every output is one chain of products over ascending input dims, so a row's bits do not depend on its company. Weights
+are laid out once, one at a time, in huge pages: a step with few rows is spent on reading weights, and with small pages
+on translating their addresses too. A packed weight is a copy: an embedding that is tied with the head exists twice from
+then on.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.cpu.library import NativeLibrary
+from kernels.cpu.offers import native_candidates
+from kernels.registry import Accepted, Candidate, Refused
+
+ISAS = {
+    torch.float32: ("baseline", "avx2", "avx512"),
+    torch.bfloat16: ("baseline", "avx2", "avx512", "avx512bf16", "amx"),
+}
+"""Instruction sets that the sources have."""
+
+BLOCK = 32
+"""Outputs of a block of the packed weight, as in `csrc/linear.h`."""
+
+HUGE_PAGE = 2 << 20
+
+_I64, _PTR = ctypes.c_int64, ctypes.c_void_p
+
+
+class LinearWeight(ctypes.Structure):
+    """Mirror of the struct in `csrc/linear.h`."""
+
+    _fields_ = (("units", _PTR), ("bias", _PTR), ("n", _I64), ("k", _I64), ("depth", _I64))
+
+
+class WeightMemory:
+    """Hands out memory for weights from huge pages. A chunk lives as long as a tensor that it was given to."""
+
+    CHUNK = 64 << 20
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> torch.Tensor:
+        """uint8 [size], 64-byte aligned, contents undefined."""
+        if size > self._chunk.numel():
+            self._chunk = self._map(max(size, self.CHUNK))
+        taken, self._chunk = self._chunk[:size], self._chunk[_align(size, 64) :]
+        return taken
+
+    def _map(self, size: int) -> torch.Tensor:
+        mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        return memory[-memory.data_ptr() % HUGE_PAGE :]
+
+
+class NativeLinear:
+    """A weight laid out for one entry of the library. A `kernels.ops.PackedLinear`."""
+
+    def __init__(
+        self, entry: Callable[..., int], units: torch.Tensor, bias: torch.Tensor | None, layout: LinearWeight
+    ) -> None:
+        self.in_features: int = layout.k
+        self.out_features: int = layout.n
+        self._entry = entry
+        self._keep = units, bias, layout
+        self._weight = ctypes.addressof(layout)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features], any row stride -> [T, out_features]."""
+        rows = x.shape[0]
+        out = x.new_empty((rows, self.out_features))
+        if self._entry(self._weight, x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads()):
+            raise MemoryError("no memory for the rows of a linear layer")
+        return out
+
+
+class NativePacker:
+    """`pack_linear` for one instruction set and dtype. Keeps the memory that weights are put in."""
+
+    def __init__(self, native: NativeLibrary, ending: str) -> None:
+        self._pack = native.function("pack_linear", (_PTR, _I64, _I64, _I64, _I64, _I64, _PTR, _I64))
+        self._entry = native.function(f"linear_{ending}", (_PTR, _PTR, _I64, _I64, _PTR, _I64), ctypes.c_int32)
+        self._memory = WeightMemory()
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        (n, k), itemsize = weight.shape, weight.itemsize
+        depth = k if itemsize == 4 else _align(k, 32) // 2
+        outputs = _align(n, BLOCK)
+        units = self._memory.take(outputs * depth * 4)
+        # fmt: off
+        self._pack(
+            weight.data_ptr(), weight.stride(0) * itemsize, itemsize, n, k, depth, units.data_ptr(),
+            torch.get_num_threads(),
+        )
+        # fmt: on
+        wide = None
+        if bias is not None:
+            wide = torch.zeros(outputs)
+            wide[:n] = bias
+        layout = LinearWeight(units.data_ptr(), None if wide is None else wide.data_ptr(), n, k, depth)
+        return NativeLinear(self._entry, units, wide, layout)
+
+
+@dataclass(frozen=True)
+class OneDnnLinear:
+    """A weight laid out by oneDNN. A `kernels.ops.PackedLinear`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features] -> [T, out_features]. A single row would take another path than several do."""
+        if x.shape[0] == 1:
+            return self._multiply(x.expand(2, -1).contiguous())[:1]
+        return self._multiply(x.contiguous())
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
+
+
+def pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> OneDnnLinear:
+    """`pack_linear` by oneDNN."""
+    n, k = weight.shape
+    if weight.dtype is torch.bfloat16:
+        keep_onednn_from_amx()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 256)
+    else:
+        packed = weight.contiguous().to_mkldnn()
+    return OneDnnLinear(packed, bias, k, n)
+
+
+def keep_onednn_from_amx() -> None:
+    """Has oneDNN stop at AVX-512 bf16, unless the user set its limit: with AMX rows depend on their number.
+
+    Works only before this process's first use of oneDNN, which reads the setting then and never again. Whether rows are
+    exact is for `kernels.cpu.exactness` to say.
+    """
+    ctypes.CDLL(None).setenv(b"ONEDNN_MAX_CPU_ISA", b"AVX512_CORE_BF16", 0)
+
+
+def _offer_onednn(device: str, dtype: torch.dtype) -> Accepted | Refused:
+    if device != "cpu":
+        return Refused(f"runs on the CPU, not on {device}")
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return Refused("this torch was built without oneDNN")
+    if dtype is torch.float32:
+        return Accepted(pack_onednn)
+    if dtype is not torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return Refused(f"does not compute in {str(dtype).removeprefix('torch.')} on this CPU")
+    return Accepted(pack_onednn)
+
+
+def _align(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+CANDIDATES = (
+    *native_candidates("pack_linear", "linear", ISAS, NativePacker),
+    Candidate("pack_linear", "oneDNN", _offer_onednn),
+)

@@ -1,0 +1,145 @@
+"""Paged attention is right: every kernel of this machine against fp32 torch, in a pool full of NaN."""
+
+import mmap
+
+import pytest
+import torch
+
+from configs.kv import KVFormat, KVSpec, LayerKV
+from kernels import ops, reference
+from paged import all_kernels, make_paged, native_kernels, plain_attention
+
+SHAPES = [  # query heads a key/value head, head_dim, block size
+    (3, 64, 16),
+    (1, 64, 8),
+    (4, 128, 32),
+    (7, 80, 16),
+    (8, 96, 8),
+    (2, 32, 64),
+    (5, 256, 16),
+    (71, 64, 16),
+    (3, 40, 6),
+    (2, 6, 2),
+]
+
+
+def lengths_around(block_size):
+    edges = {1, 2, block_size - 1, block_size, block_size + 1, 31, 32, 33, 65, 511, 512, 513, 600}
+    return sorted(edges - {0})
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
+@pytest.mark.parametrize(("group", "head_dim", "block_size"), SHAPES)
+def test_error_is_that_of_plain_torch_at_most_twice(dtype, kernel, group, head_dim, block_size):
+    """flash-attn's rule: against fp32, at most twice the error of plain low-precision torch."""
+    kv_heads = 1 if group > 8 else 2
+    lengths = lengths_around(block_size)
+    paged = make_paged(
+        lengths, group=group, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype, seed=group
+    )
+    first = [max(0, n - (1, 2, 5, 40)[b % 4]) for b, n in enumerate(lengths)]
+    outputs = paged.attend(kernel, [(b, first[b], n) for b, n in enumerate(lengths)])
+    for b, out in enumerate(outputs):
+        qkv = paged.q[b], paged.k[b], paged.v[b]
+        exact = plain_attention(*(x.float() for x in qkv), paged.scale)[first[b] :]
+        rounded = plain_attention(*qkv, paged.scale)[first[b] :].float()
+        error, allowed = (out.float() - exact).abs().max(), 2 * (rounded - exact).abs().max() + 1e-5
+        assert error <= allowed, (lengths[b], error, allowed)  # NaN fails too
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [p for p in native_kernels() if p.values[0] is torch.float32])
+def test_fp32_is_within_a_few_ulps_of_fp64(dtype, kernel):
+    paged = make_paged([900], dtype=dtype)
+    exact = plain_attention(*(x[0].double() for x in (paged.q, paged.k, paged.v)), paged.scale)
+    assert (paged.whole(kernel, 0).double() - exact).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
+def test_large_scores_neither_overflow_nor_vanish(dtype, kernel):
+    paged = make_paged([300], dtype=dtype)
+    paged.q[0] *= 200
+    exact = plain_attention(*(x[0].double() for x in (paged.q, paged.k, paged.v)), paged.scale)
+    rounded = plain_attention(paged.q[0], paged.k[0], paged.v[0], paged.scale).double()
+    allowed = 2 * (rounded - exact).abs().max() + 1e-4
+    assert (paged.whole(kernel, 0).double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("length", [20, 64, 531])
+def test_what_a_row_does_not_see_adds_nothing(dtype, kernel, poison, length):
+    """Also where later tokens of the same chunk, in the same tile and token pair, are not finite."""
+    paged = make_paged([length], dtype=dtype)
+    clean = paged.whole(kernel, 0)
+    for cut in (1, 7, length - 4, length - 1):
+        k, v = paged.k[0].clone(), paged.v[0].clone()
+        k[cut:], v[cut:] = poison, poison
+        paged.store(0, k, v)
+        out = paged.whole(kernel, 0)
+        assert torch.equal(out[:cut], clean[:cut]), cut
+        assert out[cut:].isnan().any()
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
+def test_views_of_a_fused_buffer_serve_as_queries(dtype, kernel):
+    paged = make_paged([50], dtype=dtype)
+    expected = paged.whole(kernel, 0)
+    fused = torch.full((50, 1000), float("nan"), dtype=dtype)
+    view = fused[:, 7 : 7 + 6 * 64].view(50, 6, 64)
+    view.copy_(paged.q[0])
+    paged.q[0] = view
+    ends = torch.tensor([0, 50], dtype=torch.int32)
+    out = kernel(view, paged.pool, paged.spec, 1, paged.tables, ends, ends[1:], paged.scale)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
+def test_a_sequence_without_rows_is_passed_over(dtype, kernel):
+    paged = make_paged([40, 50], dtype=dtype)
+    out = paged.attend(kernel, [(0, 39, 40), (1, 50, 50), (1, 49, 50)])
+    assert torch.equal(out[0], paged.attend(kernel, [(0, 39, 40)])[0])
+    assert out[1].shape[0] == 0
+    assert torch.equal(out[2], paged.attend(kernel, [(1, 49, 50)])[0])
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
+def test_no_rows_at_all(dtype, kernel):
+    paged = make_paged([8], dtype=dtype)
+    nothing, none = torch.zeros(1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    out = kernel(paged.q[0][:0], paged.pool, paged.spec, 1, paged.tables[:0], nothing, none, paged.scale)
+    assert out.shape == (0, 6 * 64)
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
+def test_blocks_beyond_4_gib(dtype, kernel):
+    form = KVFormat.BF16 if dtype is torch.bfloat16 else KVFormat.FP32
+    spec = KVSpec((LayerKV(2, 64, form),) * 2, 16)
+    blocks = (5 << 30) // spec.block_bytes
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+    pool = torch.frombuffer(mmap.mmap(-1, blocks * spec.block_bytes, flags=flags), dtype=torch.uint8)
+    small = make_paged([40], dtype=dtype)
+    far = make_paged([40], dtype=dtype)
+    far.pool = pool.view(blocks, spec.block_bytes)
+    far.tables[0, :3] = torch.tensor([blocks - 1, blocks // 2 + 7, blocks - 2])
+    tokens = torch.arange(40)
+    slots = far.tables[0].long()[tokens // 16] * 16 + tokens % 16
+    ops.store_kv(far.k[0], far.v[0], far.pool, spec, 1, slots)
+    assert torch.equal(far.whole(kernel, 0), small.whole(kernel, 0))
+    ops.copy_blocks(far.pool, [(blocks - 1, 1), (blocks - 2, blocks - 3)])
+    assert torch.equal(far.pool[1], far.pool[blocks - 1])
+    assert torch.equal(far.pool[blocks - 3], far.pool[blocks - 2])
+
+
+def test_ops_serve_and_assert_their_contract():
+    paged = make_paged([40])
+    ends = torch.tensor([0, 40], dtype=torch.int32)
+    arguments = (paged.q[0], paged.pool, paged.spec, 1, paged.tables, ends, ends[1:], paged.scale)
+    assert (ops.paged_attention(*arguments).float() - reference.paged_attention(*arguments).float()).abs().max() < 0.05
+    with pytest.raises(AssertionError):
+        ops.paged_attention(paged.q[0].float(), *arguments[1:])
+    with pytest.raises(AssertionError):
+        ops.paged_attention(paged.q[0][:, :5], *arguments[1:])
+    with pytest.raises(AssertionError):
+        ops.paged_attention(*arguments[:4], paged.tables.long(), *arguments[5:])
+    with pytest.raises(AssertionError):
+        ops.paged_attention(*arguments[:1], paged.pool[:, :-1].contiguous(), *arguments[2:])

@@ -1,0 +1,105 @@
+"""A row's bits depend on its own sequence and on nothing else."""
+
+import pytest
+import torch
+
+from paged import all_kernels, make_paged, native_kernels
+
+LENGTHS = [700, 3, 31, 32, 33, 64, 129, 511, 512, 513, 1040]
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
+def test_alone_and_in_company(dtype, kernel):
+    paged = make_paged(LENGTHS, dtype=dtype)
+    parts = [(b, max(0, n - (1, 1, 17, 30)[b % 4]), n) for b, n in enumerate(LENGTHS)]
+    alone = [paged.attend(kernel, [part])[0] for part in parts]
+    for order in (parts, parts[::-1], parts[3:] + parts[:3]):
+        for part, out in zip(order, paged.attend(kernel, order), strict=True):
+            assert torch.equal(out, alone[part[0]]), part
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
+@pytest.mark.parametrize(("group", "head_dim", "kv_heads"), [(3, 64, 3), (1, 80, 4), (8, 128, 1), (71, 32, 1)])
+def test_decode_and_chunks_equal_prefill(dtype, kernel, group, head_dim, kv_heads):
+    length = 560
+    paged = make_paged([length], group=group, head_dim=head_dim, kv_heads=kv_heads, dtype=dtype)
+    rows = slice(460, length)  # around the border of a split
+    whole = paged.attend(kernel, [(0, rows.start, length)])[0]
+    for chunk in (1, 16, 37):
+        starts = range(rows.start, length, chunk)
+        pieces = [paged.attend(kernel, [(0, i, min(i + chunk, length))])[0] for i in starts]
+        assert torch.equal(torch.cat(pieces), whole), chunk
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
+def test_number_of_threads(dtype, kernel, threads):
+    paged = make_paged(LENGTHS, dtype=dtype)
+    batches = [
+        [(b, n - 1, n) for b, n in enumerate(LENGTHS)],
+        [(10, 1039, 1040)],
+        [(10, 900, 1040), (0, 699, 700), (5, 0, 64)],
+    ]
+    for parts in batches:
+        results = []
+        for count in (1, 2, 3, 7):
+            threads(count)
+            results.append(torch.cat(paged.attend(kernel, parts)))
+        assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), native_kernels())
+def test_placement_and_block_size(dtype, kernel):
+    """Tiles lie at absolute positions: how the tokens are cut into blocks does not matter either."""
+    outputs = []
+    for block_size, others in ((16, []), (16, [50, 90]), (8, []), (32, [7]), (6, []), (48, []), (1024, [])):
+        paged = make_paged([550, *others], block_size=block_size, dtype=dtype, seed=1)
+        reference = make_paged([550], dtype=dtype, seed=2)
+        paged.q[0], paged.k[0], paged.v[0] = reference.q[0], reference.k[0], reference.v[0]
+        paged.store(0)
+        outputs.append(paged.whole(kernel, 0))
+    assert all(torch.equal(out, outputs[0]) for out in outputs[1:])
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), native_kernels())
+def test_repeated_calls(dtype, kernel):
+    paged = make_paged([1040, 40], dtype=dtype)
+    parts = [(0, 800, 1040), (1, 39, 40)]
+    first = torch.cat(paged.attend(kernel, parts))
+    assert all(torch.equal(torch.cat(paged.attend(kernel, parts)), first) for _ in range(20))
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), native_kernels())
+def test_another_order_is_not_equal(dtype, kernel):
+    """The check can fail: the same tokens in another order of tiles are the same sum, and other bits."""
+    paged = make_paged([513], dtype=dtype)
+    out = paged.attend(kernel, [(0, 512, 513)])[0]
+    order = torch.cat([torch.arange(32, 513), torch.arange(32)])
+    paged.store(0, paged.k[0][order], paged.v[0][order])
+    other = paged.attend(kernel, [(0, 512, 513)])[0]
+    assert not torch.equal(out, other)
+    assert (out.float() - other.float()).abs().max() < (0.02 if dtype is torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), native_kernels())
+def test_another_tile_size_is_not_equal(dtype, kernel):
+    """Nor do tiles at other positions: the same tokens behind 16 that weigh nothing."""
+    paged = make_paged([200, 216], dtype=dtype)
+    silent = torch.zeros_like(paged.q[0][-1:])
+    paged.q[0][-1, :, 0], paged.k[0][:, :, 0] = 100.0, 1.0
+    shifted_k = torch.cat([paged.k[0][:16].clone(), paged.k[0]])
+    shifted_k[:16, :, 0] = -100.0  # their scores are so low that their weights are 0
+    paged.q[1][-1:] = paged.q[0][-1:]
+    paged.store(0)
+    paged.store(1, shifted_k, torch.cat([paged.v[0][:16], paged.v[0]]))
+    plain, shifted = (paged.attend(kernel, [(b, n - 1, n)])[0] for b, n in enumerate(paged.lengths))
+    assert silent.shape == paged.q[0][-1:].shape
+    assert not torch.equal(plain, shifted)
+    assert (plain.float() - shifted.float()).abs().max() < (0.05 if dtype is torch.bfloat16 else 1e-4)

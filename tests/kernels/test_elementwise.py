@@ -1,0 +1,154 @@
+"""Norms, rotary embedding and gates in C++ against plain torch, for every instruction set of this CPU."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import ops
+from kernels.cpu import elementwise, library
+from kernels.cpu.elementwise import ISAS
+from kernels.cpu.library import ISA_TITLES
+from kernels.reference import elementwise as reference
+from kernels.registry import Accepted
+
+VARIANTS = [(dtype, isa) for dtype in ISAS for isa in ISAS[dtype]]
+WIDTHS = [576, 64, 7, 1, 33, 130]
+each_variant = pytest.mark.parametrize(("dtype", "isa"), VARIANTS, ids=str)
+
+
+def native(op: str, dtype: torch.dtype, isa: str) -> Callable[..., Any]:
+    if library.load() is None:
+        pytest.skip(f"no native library: {library.refusal()}")
+    [candidate] = [c for c in elementwise.CANDIDATES if c.op == op and c.name == f"C++ {ISA_TITLES[isa]}"]
+    offer = candidate.offer("cpu", dtype)
+    if not isinstance(offer, Accepted):
+        pytest.skip(offer.reason)
+    return offer.function
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Largest distance in units in the last place; zeros of both signs are equal."""
+    bits = torch.int16 if a.dtype is torch.bfloat16 else torch.int32
+
+    def line(x: torch.Tensor) -> torch.Tensor:
+        whole = x.contiguous().view(bits).long()
+        return torch.where(whole < 0, -(whole & (2 ** (8 * x.itemsize - 1) - 1)), whole)
+
+    return int((line(a) - line(b)).abs().max())
+
+
+def tight(dtype: torch.dtype, isa: str) -> int:
+    """Allowed ulps: the order of additions and the exponential may differ from torch's.
+
+    In bf16 a differing rounding in the middle is multiplied on. Without fused multiply-add exponents are coarser.
+    """
+    if dtype is torch.bfloat16:
+        return 2
+    return 64 if isa == "baseline" else 8
+
+
+@each_variant
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm(dtype: torch.dtype, isa: str, width: int) -> None:
+    x, weight = normal(5, width + 3, dtype=dtype)[:, :width], normal(width, dtype=dtype, seed=1)
+    out = native("rms_norm", dtype, isa)(x, weight, 1e-5)
+    assert out.dtype is dtype
+    assert ulps(out, reference.rms_norm(x, weight, 1e-5)) <= tight(dtype, isa)
+
+
+@each_variant
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add_rms_norm(dtype: torch.dtype, isa: str, width: int) -> None:
+    x, residual = normal(5, width + 3, dtype=dtype)[:, :width], normal(5, width, dtype=dtype, seed=2)
+    weight, expected = normal(width, dtype=dtype, seed=1), x + residual
+    out = native("add_rms_norm", dtype, isa)(x, residual, weight, 1e-5)
+    assert torch.equal(residual, expected)
+    assert ulps(out, reference.rms_norm(expected, weight, 1e-5)) <= tight(dtype, isa)
+
+
+@each_variant
+def test_norm_of_zeros_and_of_large_numbers(dtype: torch.dtype, isa: str) -> None:
+    norm, weight = native("rms_norm", dtype, isa), torch.ones(64, dtype=dtype)
+    assert torch.equal(norm(torch.zeros(1, 64, dtype=dtype), weight, 1e-5), torch.zeros(1, 64, dtype=dtype))
+    large = torch.full((1, 64), 1e10, dtype=dtype)
+    torch.testing.assert_close(norm(large, weight, 1e-5), torch.ones(1, 64, dtype=dtype), rtol=1e-6, atol=0)
+
+
+@each_variant
+@pytest.mark.parametrize("dims", [64, 6, 34])
+def test_rotary_turns_views_of_one_buffer_in_place(dtype: torch.dtype, isa: str, dims: int) -> None:
+    tokens, heads, kv_heads = 5, 3, 1
+    angles = torch.outer(torch.arange(50.0), 10000.0 ** (-torch.arange(dims / 2) / dims * 2))
+    cos, sin = angles.cos(), angles.sin()
+    positions = torch.tensor([0, 49, 7, 7, 30])
+    buffer = normal(tokens, (heads + 2 * kv_heads) * dims, dtype=dtype)
+    expected = buffer.clone()
+
+    def parts(qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, _ = qkv.split([heads * dims, kv_heads * dims, kv_heads * dims], dim=1)
+        return q.unflatten(1, (heads, dims)), k.unflatten(1, (kv_heads, dims))
+
+    native("rotary", dtype, isa)(*parts(buffer), positions, cos, sin)
+    reference.rotary(*parts(expected), positions, cos, sin)
+    assert torch.equal(buffer, expected)  # the last third, V, untouched; the rest in torch's own arithmetic
+    assert torch.equal(buffer[0], normal(tokens, buffer.shape[1], dtype=dtype)[0])  # position 0 turns nothing
+
+
+@each_variant
+@pytest.mark.parametrize("half", WIDTHS)
+def test_silu_mul(dtype: torch.dtype, isa: str, half: int) -> None:
+    x = normal(5, 2 * half + 3, dtype=dtype)[:, : 2 * half] * 8
+    out = native("silu_mul", dtype, isa)(x)
+    assert out.shape == (5, half)
+    assert ulps(out, reference.silu_mul(x)) <= tight(dtype, isa)
+
+
+@each_variant
+def test_silu_at_its_ends(dtype: torch.dtype, isa: str) -> None:
+    gate = torch.tensor([[0.0, -0.0, 90.0, -90.0, 3e38, -3e38, torch.inf, torch.nan, 1e-30, -20.0]]).to(dtype)
+    out = native("silu_mul", dtype, isa)(torch.cat([gate, torch.ones_like(gate)], dim=1))
+    torch.testing.assert_close(out, torch.nn.functional.silu(gate), rtol=1e-5, atol=1e-37, equal_nan=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(list(ISAS)), st.integers(1, 100), st.integers(1, 200), st.integers(0, 2**32))
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
+    x, residual = normal(rows, 2 * width, dtype=dtype, seed=seed), normal(rows, 2 * width, dtype=dtype, seed=seed + 1)
+    weight, row = normal(2 * width, dtype=dtype, seed=2), seed % rows
+    alone, company = residual[row : row + 1].clone(), residual.clone()
+    normed = ops.add_rms_norm(x, company, weight, 1e-6)
+    assert torch.equal(ops.add_rms_norm(x[row : row + 1], alone, weight, 1e-6), normed[row : row + 1])
+    assert torch.equal(alone, company[row : row + 1])
+    assert torch.equal(ops.rms_norm(alone, weight, 1e-6), normed[row : row + 1])
+    assert torch.equal(ops.silu_mul(x[row : row + 1]), ops.silu_mul(x)[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", list(ISAS))
+def test_many_rows_on_many_threads(dtype: torch.dtype) -> None:
+    x, weight = normal(200, 576, dtype=dtype), normal(576, dtype=dtype, seed=1)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append((ops.rms_norm(x, weight, 1e-6), ops.silu_mul(x)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_reference_is_what_transformers_computes() -> None:
+    """The oracle itself, once, against the definition in fp64."""
+    x, weight = normal(3, 64, dtype=torch.float32), normal(64, dtype=torch.float32, seed=1)
+    exact = x.double() / (x.double().square().mean(1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(reference.rms_norm(x, weight, 1e-5), exact.float())
+    assert math.isclose(float(reference.silu_mul(torch.tensor([[1.0, 1.0]]))), 1 / (1 + math.exp(-1)), rel_tol=1e-6)

@@ -1,0 +1,83 @@
+"""The start-up probe finds every kind of inexact linear layer, and passes ours."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels import ops
+from kernels.cpu.exactness import probe, report
+from kernels.reference.linear import TorchLinear
+
+
+class Layer:
+    """fp64 inside, so exact, unless `spoil` changes the result: (rows of x, result) -> result."""
+
+    def __init__(self, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.weight = torch.randn(24, 96)
+        self.out_features, self.in_features = self.weight.shape
+        self.spoil = spoil
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        # Row by row: BLAS is not exact in fp64 either.
+        out = torch.stack([(row.double() * self.weight.double()).sum(1) for row in x]).float()
+        return self.spoil(out)
+
+
+def last_bit(out: torch.Tensor) -> torch.Tensor:
+    return torch.nextafter(out, torch.tensor(torch.inf))
+
+
+def only(rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda out: last_bit(out) if out.shape[0] == rows else out
+
+
+def last_row(out: torch.Tensor) -> torch.Tensor:
+    return torch.cat([out[:-1], last_bit(out[-1:])])
+
+
+def by_threads(out: torch.Tensor) -> torch.Tensor:
+    return last_bit(out) if torch.get_num_threads() == 1 else out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ours_are_exact(dtype: torch.dtype) -> None:
+    layers = {f"layer {n}": ops.pack_linear(torch.randn(n, 576).to(dtype)) for n in (960, 576)}
+    assert report(layers, dtype) == "rows are bit-exact: probed"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17, 33])
+def test_finds_a_path_for_few_rows(rows: int) -> None:
+    assert "company" in (probe(Layer(only(rows)), torch.float32) or "")
+
+
+def test_finds_dependence_on_the_place() -> None:
+    assert "company" in (probe(Layer(last_row), torch.float32) or "")
+
+
+def test_finds_dependence_on_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert probe(Layer(by_threads), torch.float32) == "rows depend on the number of threads"
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_report_names_the_layer() -> None:
+    good, bad = Layer(lambda out: out), Layer(only(1))
+    bad.out_features = 25  # another shape: probed too
+    text = report({"good": good, "bad": bad}, torch.float32)
+    assert text.startswith("rows are NOT bit-exact: bad: rows depend on their company (1 of 40 rows)")
+    assert "good" not in text
+
+
+def test_finds_that_plain_torch_is_not_exact() -> None:
+    """Where it is not: the reference serves without a compiler, and the block must say what that costs."""
+    layer = TorchLinear(torch.randn(960, 576), None)
+    x = torch.randn(40, 576, generator=torch.Generator().manual_seed(576))
+    differs = not torch.equal(layer(x[:1]), layer(x)[:1])
+    if not differs:
+        pytest.skip("this BLAS computes one row as it computes forty")
+    assert probe(layer, torch.float32) is not None

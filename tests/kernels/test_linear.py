@@ -1,0 +1,180 @@
+"""Packed linear layers: right, and the same bits for a row whatever surrounds it."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import ops
+from kernels.cpu import library
+from kernels.cpu.linear import ISAS, NativePacker, OneDnnLinear, WeightMemory, pack_onednn
+from kernels.cpu.offers import KINDS
+from kernels.reference.linear import TorchLinear
+from kernels.registry import choose
+
+ROOT = Path(__file__).parents[2]
+SHAPES = [(1536, 576), (64, 300), (33, 70), (2048, 64), (1, 1)]
+"""(K, N): of a real model; of no round number; rows a multiple of 4 KiB apart."""
+VARIANTS = [(dtype, isa) for dtype in ISAS for isa in ISAS[dtype]]
+
+
+@pytest.fixture(autouse=True)
+def _restored_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def packer(dtype: torch.dtype, isa: str) -> NativePacker:
+    native = library.load()
+    if native is None:
+        pytest.skip(f"no native library: {library.refusal()}")
+    if reason := native.refusal(f"linear_{KINDS[dtype]}", isa):
+        pytest.skip(reason)
+    return NativePacker(native, f"{KINDS[dtype]}_{isa}")
+
+
+def tensors(k: int, n: int, dtype: torch.dtype, rows: int = 300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x whose rows are further apart than they are long, weight, bias."""
+    generator = torch.Generator().manual_seed(k * n)
+    x = torch.randn(rows, k + 7, generator=generator).to(dtype)[:, :k]
+    weight = (torch.randn(n, k, generator=generator) * k**-0.5).to(dtype)
+    return x, weight, torch.randn(n, generator=generator).to(dtype)
+
+
+def assert_close(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Within what fp32 sums and one rounding may lose."""
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.double().abs().T + 1
+    rounding = exact.abs() * 2.0**-8 if out.dtype is torch.bfloat16 else 0
+    error = (out.double() - exact).abs()
+    assert (error <= rounding + size * 2.0**-20).all(), error.max()
+
+
+@pytest.mark.parametrize(("dtype", "isa"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_right(dtype: torch.dtype, isa: str, k: int, n: int, with_bias: bool) -> None:
+    x, weight, bias = tensors(k, n, dtype)
+    packed = packer(dtype, isa)(weight, bias if with_bias else None)
+    assert (packed.in_features, packed.out_features) == (k, n)
+    out = ops.linear(x, packed)
+    assert out.dtype is dtype and out.shape == (300, n)
+    assert_close(out, x, weight, bias if with_bias else None)
+
+
+@pytest.mark.parametrize(("dtype", "isa"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("k", "n"), [(576, 300), (65, 200)])
+def test_rows_are_the_same_bits_in_any_company(dtype: torch.dtype, isa: str, k: int, n: int) -> None:
+    x, weight, bias = tensors(k, n, dtype)
+    packed = packer(dtype, isa)(weight, bias)
+    together = packed(x)
+    for threads, counts in (
+        (1, (*range(1, 35), 63, 64, 65, 128, 129, 257, 300)),
+        (2, (1, 7, 33, 70, 300)),
+        (3, (1, 40)),
+    ):
+        torch.set_num_threads(threads)
+        for rows in counts:
+            start = rows * 37 % (301 - rows)
+            out = packed(x[start : start + rows])
+            assert torch.equal(out, together[start : start + rows]), (threads, rows)
+
+
+def test_rows_keep_their_bits_when_shuffled() -> None:
+    x, weight, _ = tensors(576, 300, torch.float32)
+    packed = ops.pack_linear(weight)
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(packed(x[order]), packed(x)[order])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 100), st.integers(0, 70), st.booleans(), st.sampled_from(list(ISAS)))
+def test_any_shape(k: int, n: int, rows: int, with_bias: bool, dtype: torch.dtype) -> None:
+    x, weight, bias = tensors(k, n, dtype, rows)
+    out = ops.linear(x, ops.pack_linear(weight, bias if with_bias else None))
+    assert_close(out, x, weight, bias if with_bias else None)
+
+
+@pytest.mark.parametrize("dtype", list(ISAS))
+def test_padding_is_never_multiplied(dtype: torch.dtype) -> None:
+    """Beside and below the rows lies NaN, which times a zero of the padded weight would be NaN."""
+    buffer = torch.full((40, 50), torch.nan, dtype=dtype)
+    buffer[5:9, 3:36] = torch.randn(4, 33).to(dtype)
+    packed = ops.pack_linear(torch.randn(9, 33).to(dtype))
+    assert packed(buffer[5:9, 3:36]).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", list(ISAS))
+def test_no_rows(dtype: torch.dtype) -> None:
+    assert ops.pack_linear(torch.ones(5, 8, dtype=dtype))(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
+
+
+def test_transposed_weight_is_taken() -> None:
+    weight = torch.randn(8, 40).T
+    x = torch.randn(3, 8)
+    assert_close(ops.pack_linear(weight)(x), x, weight, None)
+
+
+def test_not_a_number_stays_in_its_row() -> None:
+    x, weight, _ = tensors(64, 40, torch.bfloat16, 20)
+    x[3, 5] = torch.nan
+    out = ops.pack_linear(weight)(x)
+    assert out[3].isnan().all() and not out[:3].isnan().any() and not out[4:].isnan().any()
+
+
+def test_memory_outlives_its_giver() -> None:
+    memory = WeightMemory()
+    first, second = memory.take(100), memory.take(WeightMemory.CHUNK + 1)
+    third = memory.take(64)
+    del memory
+    for i, tensor in enumerate((first, second, third)):
+        tensor.fill_(i)
+    assert [int(tensor.max()) for tensor in (first, second, third)] == [0, 1, 2]
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in (first, second, third))
+
+
+def test_another_order_of_sums_is_noticed() -> None:
+    """The comparisons above can fail: sums in halves have other bits."""
+    x, weight, _ = tensors(576, 300, torch.float32)
+    packed, left, right = (ops.pack_linear(w) for w in (weight, weight[:, :288], weight[:, 288:]))
+    assert not torch.equal(left(x[:, :288]) + right(x[:, 288:]), packed(x))
+
+
+ONEDNN = """
+import torch
+from kernels.cpu.exactness import probe
+from kernels.cpu.linear import pack_onednn
+dtype = getattr(torch, {dtype!r})
+for k, n in ((576, 960), (1536, 576)):
+    weight, bias = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+    packed = pack_onednn(weight, bias)
+    x = torch.randn(33, k).to(dtype)
+    torch.testing.assert_close(packed(x), torch.nn.functional.linear(x, weight, bias), atol=0.5, rtol=0.02)
+    assert probe(packed, dtype) is None, probe(packed, dtype)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_onednn_is_exact_too(dtype: str) -> None:
+    """In a process of its own: oneDNN's limit is read once."""
+    if dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bf16 on this CPU")
+    code = ONEDNN.format(dtype=dtype)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_no_op_is_left_to_torch_where_the_library_is_there() -> None:
+    if library.load() is None:
+        pytest.skip("no native library")
+    for dtype in ISAS:
+        assert choose("pack_linear", "cpu", dtype).name.startswith("C++")
+    packed = ops.pack_linear(torch.ones(2, 2))
+    assert not isinstance(packed, OneDnnLinear | TorchLinear)
+    assert isinstance(pack_onednn(torch.ones(2, 2)), OneDnnLinear)

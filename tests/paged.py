@@ -1,0 +1,105 @@
+"""Sequences in a poisoned KV pool, and attention over them computed the plain way."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from configs.kv import KVFormat, KVSpec, LayerKV
+from kernels import reference
+from kernels.cpu import attention as native
+from kernels.cpu import library
+from kernels.registry import Refused
+
+FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16, torch.float16: KVFormat.FP16}
+
+
+def native_kernels():
+    """pytest parameters (dtype, paged_attention), one for each instruction set that this machine can run."""
+    found = library.load()
+    if found is None:
+        return [pytest.param(None, None, marks=pytest.mark.skip(reason=library.refusal()))]
+    pairs = [(dtype, isa, native.native_attention(found, isa, dtype)) for dtype in native.KINDS for isa in library.ISAS]
+    return [
+        pytest.param(dtype, kernel, id=f"{native.KINDS[dtype]}-{isa}")
+        for dtype, isa, kernel in pairs
+        if not isinstance(kernel, Refused)
+    ]
+
+
+def all_kernels():
+    """The native ones and the torch reference."""
+    plain = [pytest.param(t, reference.paged_attention, id=f"{native.KINDS[t]}-reference") for t in native.KINDS]
+    return [*native_kernels(), *plain]
+
+
+@dataclass
+class Paged:
+    """Sequences of `lengths` tokens; all of them stored. Everything else in the pool is NaN."""
+
+    spec: KVSpec
+    pool: torch.Tensor
+    lengths: list[int]
+    tables: torch.Tensor
+    """int32 [B, max_blocks]; entries past a sequence's end are no block ids."""
+    q: list[torch.Tensor]
+    """[length, heads, head_dim] for each sequence"""
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+    @property
+    def scale(self):
+        return self.spec.layers[0].head_dim ** -0.5
+
+    def attend(self, kernel, parts, layer=1):
+        """Rows [first, last) of sequence b, for (b, first, last) in parts, in one call. -> list of [rows, heads * dim]"""
+        b = [part[0] for part in parts]
+        rows = [last - first for _, first, last in parts]
+        q = torch.cat([self.q[b][first:last] for b, first, last in parts])
+        starts = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
+        lengths = torch.tensor([last for _, _, last in parts], dtype=torch.int32)
+        out = kernel(q, self.pool, self.spec, layer, self.tables[b].contiguous(), starts, lengths, self.scale)
+        return list(out.split(rows))
+
+    def whole(self, kernel, b, layer=1):
+        return self.attend(kernel, [(b, 0, self.lengths[b])], layer)[0]
+
+    def store(self, b, k=None, v=None, layer=1):
+        """Writes K and V of sequence b, its own unless given."""
+        tokens = torch.arange(self.lengths[b])
+        slots = self.tables[b].long()[tokens // self.spec.block_size] * self.spec.block_size
+        slots += tokens % self.spec.block_size
+        k, v = self.k[b] if k is None else k, self.v[b] if v is None else v
+        reference.store_kv(k, v, self.pool, self.spec, layer, slots)
+
+
+def make_paged(lengths, *, group=3, kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    spec = KVSpec((LayerKV(kv_heads, head_dim, FORMATS[dtype]),) * 2, block_size)
+    counts = [spec.blocks_for_tokens(length) for length in lengths]
+    pool = torch.full((sum(counts) + 3, spec.block_bytes), 0xFF, dtype=torch.uint8)  # NaN in every format
+    tables = torch.full((len(lengths), max(counts) + 1), 2**31 - 1, dtype=torch.int32)
+    ids = torch.randperm(pool.shape[0], generator=generator).to(torch.int32)
+    for b, count in enumerate(counts):
+        tables[b, :count] = ids[sum(counts[:b]) : sum(counts[:b]) + count]
+
+    def random(length, heads):
+        return torch.randn(length, heads, head_dim, generator=generator).to(dtype)
+
+    q = [random(length, kv_heads * group) for length in lengths]
+    k, v = ([random(length, kv_heads) for length in lengths] for _ in range(2))
+    paged = Paged(spec, pool, list(lengths), tables, q, k, v)
+    for b in range(len(lengths)):
+        paged.store(b)
+    return paged
+
+
+def plain_attention(q, k, v, scale):
+    """Causal attention by matmul, softmax, matmul in the inputs' dtype: [T, heads, dim] -> [T, heads * dim]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    scores = q.transpose(0, 1) @ k.mT * scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    return (weights @ v).transpose(0, 1).flatten(1)

@@ -1,0 +1,349 @@
+"""Clients that go away, engines that die, queues that fill, and a server that loads, drains and ends."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import pytest
+from kit import MODEL, ScriptedServer, Stream, endless, eventually
+
+from server.limits import HTTPLimits
+
+SCRIPTS = {"long": endless, "s1": b"ABCDEF", "ill": b"ABC"}
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., ScriptedServer]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(ScriptedServer(SCRIPTS, **options))
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    while chunk := connection.recv(1 << 16):
+        received += chunk
+    return received
+
+
+def body_of(received: bytes) -> dict:
+    return json.loads(received.partition(b"\r\n\r\n")[2])
+
+
+# ---------------------------------------------------------------------- A03
+@pytest.mark.parametrize("stream", [True, False])
+def test_a03_a_client_that_goes_away_ends_its_work(start, stream: bool):
+    server = start(window=2000, num_blocks=1024)
+    for n in (1, 1, 3):
+        server.executor.hold()
+        with server.open_request("long", stream=stream, n=n):
+            server.step()
+            server.wait_running(n) if n == 1 else server.step()
+            if stream:
+                server.step()
+        server.executor.allow(None)
+        server.assert_idle()
+    assert server.metric("octavo_requests_finished_total", reason="abort") == 3
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == 5
+    assert server.metric("octavo_client_disconnects_total") == 3
+    assert server.chat("s1")["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a03_the_abort_comes_within_a_step(start):
+    server = start(window=2000, num_blocks=1024)
+    server.executor.hold()
+    with server.open_request("long", stream=True) as connection:
+        server.step()
+        assert b"200 OK" in connection.recv(1 << 16)
+    eventually(lambda: server.context.client.num_open == 0)  # while the engine stands still
+    server.step()
+    assert server.context.client.stats.running == 0
+
+
+def test_a03_in_the_queue_and_in_the_middle_of_a_prefill(start):
+    server = start(max_num_seqs=1, max_num_batched_tokens=16)
+    server.executor.hold()
+    with server.open_request("x" * 100 + "long"), server.open_request("long") as waiting:
+        eventually(lambda: server.context.client.num_open == 2)
+        server.step()
+        assert server.context.client.stats.waiting == 1
+        waiting.close()
+        eventually(lambda: server.context.client.num_open == 1)
+    eventually(lambda: server.context.client.num_open == 0)
+    server.executor.allow(None)
+    server.assert_idle()
+
+
+def test_a03_many_cancelled_requests_leak_nothing(start):
+    server = start(num_blocks=64)
+    for number in range(40):
+        with server.open_request(f"{number} long", stream=number % 2 == 0):
+            eventually(lambda: server.context.client.num_open > 0)
+        eventually(lambda: server.context.client.num_open == 0)
+    server.assert_idle()
+    assert server.metric("octavo_requests_finished_total", reason="abort") == 40
+
+
+def test_a03_several_prompts_are_one_request(start):
+    server = start()
+    server.executor.hold()
+    with server.open_request(["a long", "b long", "s1"]):
+        eventually(lambda: server.context.client.num_open == 3)
+    eventually(lambda: server.context.client.num_open == 0)
+    server.executor.allow(None)
+    server.assert_idle()
+    assert server.metric("octavo_requests_finished_total", reason="abort") == 1
+
+
+def test_a_reader_that_stalls_is_given_up(start):
+    """It has a window of a few kilobytes and reads nothing; what waits for it stays bounded, and then it is dropped."""
+    server = start(window=8000, num_blocks=2500, limits=HTTPLimits(stall_seconds=0.3))
+    body = json.dumps({"model": MODEL, "prompt": "long", "max_tokens": 7000, "stream": True, "logprobs": 20}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(server.head("POST", "/v1/completions", len(body)) + body)
+        eventually(lambda: server.metric("octavo_requests_finished_total", reason="abort") == 1)
+        server.assert_idle()
+
+
+# ---------------------------------------------------------------------- A07
+def test_a07_an_engine_that_dies_fails_everything_at_once(start):
+    server = start(max_num_seqs=2)
+    server.executor.hold()
+    with ThreadPoolExecutor(4) as pool:
+        streaming = pool.submit(server.post_chat, "long", stream=True)
+        whole = pool.submit(server.post_chat, "long")
+        queued = pool.submit(server.post_chat, "long"), pool.submit(server.post_chat, "s1")
+        eventually(lambda: server.context.client.num_open == 4)
+        server.step()
+        server.step()
+        eventually(lambda: server.context.client.stats.waiting == 2)
+        server.executor.fatal = RuntimeError("a bit has flipped")
+        server.executor.allow(None)
+        stream = Stream(streaming.result(), streaming.result().text)
+        assert stream.frames[-1]["error"]["code"] == "engine_dead" and stream.raw.endswith("data: [DONE]\n\n")
+        for failed in (whole.result(), *(each.result() for each in queued)):
+            assert failed.status_code == 500 and failed.json()["error"]["code"] == "engine_dead"
+            assert failed.headers["x-should-retry"] == "false"
+    assert server.wait_engine_down() == 1
+    assert server.http.get("/health").status_code == server.http.get("/livez").status_code == 503
+    assert server.http.get("/readyz").json()["phase"] == "dead"
+    refused = server.post_chat("s1")
+    assert refused.status_code == 500 and refused.json()["error"]["code"] == "engine_dead"
+    assert server.http.get("/debug/kv").status_code == 500
+    assert server.metric("octavo_engine_phase", phase="dead") == 1
+
+
+def test_a07_a_fault_of_one_request_fails_that_one(start):
+    server = start()
+    server.executor.fail_after = {"ill": 2}
+    server.executor.hold()
+    with ThreadPoolExecutor(2) as pool:
+        ill, well = pool.submit(server.post_chat, "ill"), pool.submit(server.post_chat, "s1")
+        eventually(lambda: server.context.client.num_open == 2)
+        server.executor.allow(None)
+        assert ill.result().status_code == 500 and ill.result().json()["error"]["code"] == "request_failed"
+        assert well.result().json()["choices"][0]["message"]["content"] == "ABCDEF"
+    server.assert_idle()
+
+
+def test_a07_a_step_that_never_ends_is_noticed(start):
+    server = start(watchdog_timeout=0.3)
+    server.executor.hold()
+    response = server.post_chat("long")
+    assert response.status_code == 500 and "has not answered" in response.json()["error"]["message"]
+    assert server.http.get("/health").status_code == 503
+
+
+def test_a07_an_idle_engine_is_not_taken_for_dead(start):
+    server = start(watchdog_timeout=0.2)
+    with pytest.raises(httpx2.ReadTimeout):  # nothing happens for longer than the watchdog waits
+        with server.connect() as connection:
+            connection.settimeout(0.5)
+            try:
+                connection.recv(1)
+            except TimeoutError:
+                raise httpx2.ReadTimeout("") from None
+    assert server.http.get("/health").status_code == 200
+    assert server.chat("s1")["choices"][0]["finish_reason"] == "stop"
+
+
+# ---------------------------------------------------------------------- A33
+def test_a33_a_full_queue_refuses_at_once(start):
+    server = start(max_num_seqs=2, max_num_queued_reqs=4, num_blocks=64)
+    server.executor.hold()
+    with ThreadPoolExecutor(8) as pool:
+        accepted = [pool.submit(server.post_completion, f"{n} s1") for n in range(6)]
+        eventually(lambda: server.context.client.num_open == 6)
+        assert server.http.get("/readyz").json()["phase"] == "overloaded"
+        assert server.http.get("/health").status_code == 200, "busy is not broken"
+        for stream in (False, True):
+            for n in (1, 3):
+                refused = server.post_completion("s1", stream=stream, n=n)
+                assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"
+                assert 1 <= float(refused.headers["retry-after"]) <= 120
+                assert float(refused.headers["retry-after-ms"]) >= 1000
+        assert server.metric("octavo_requests_rejected_total", reason="max_num_queued_reqs") == 4
+        assert server.metric("vllm:admission_rejections_total", reason="max_num_queued_reqs") == 4
+        assert server.metric("octavo_requests_finished_total", reason="rejected") == 4
+        server.executor.allow(None)
+        for each in accepted:
+            assert each.result().json()["choices"][0]["text"] == "ABCDEF"
+    server.assert_idle()
+    assert server.http.get("/readyz").status_code == 200
+
+
+def test_a33_n_choices_count_as_n(start):
+    server = start(max_num_seqs=2, max_num_queued_reqs=4)
+    server.executor.hold()
+    assert server.post_completion("s1", n=7).status_code == 503
+    server.executor.allow(None)
+    assert server.post_completion("s1", n=6).status_code == 200
+
+
+def test_a33_a_bound_in_tokens(start):
+    server = start(max_num_seqs=1, max_num_queued_tokens=100)
+    server.executor.hold()
+    with server.open_request("x" * 60 + "long"), server.open_request("y" * 60 + "s1"):
+        eventually(lambda: server.context.client.num_open == 2)
+        refused = server.post_completion("z" * 60 + "s1")
+        assert refused.status_code == 503 and "max-num-queued-tokens" in refused.json()["error"]["message"]
+        server.executor.allow(None)
+
+
+def test_a33_waiting_too_long_is_an_answer(start):
+    server = start(max_num_seqs=1, queue_timeout=0.2)
+    with server.open_request("long", stream=True) as running:
+        assert running.recv(10) == b"HTTP/1.1 2"
+        server.executor.hold()
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(server.post_chat, "s1", stream=True)
+            eventually(lambda: server.context.client.num_open == 2)
+            deadline = threading.Event()
+            deadline.wait(0.3)  # the queue's timeout passes while nothing moves
+            server.executor.allow(None)
+            answer = late.result()
+    assert answer.status_code == 503 and answer.headers["retry-after"], answer.text
+    assert server.metric("octavo_requests_rejected_total", reason="queue_timeout") == 1
+
+
+def test_a33_several_prompts_are_taken_or_refused_together(start):
+    server = start(max_num_seqs=1, max_num_queued_reqs=1)
+    server.executor.hold()
+    assert server.post_completion(["s1", "s1", "s1"]).status_code == 503
+    eventually(lambda: server.context.client.num_open == 0)
+    server.executor.allow(None)
+    server.assert_idle()
+
+
+def test_a33_a_stream_in_the_queue_does_not_look_dead(start):
+    server = start(max_num_seqs=1, sse_keep_alive_interval=0.05)
+    server.executor.hold()
+    body = {"model": MODEL, "prompt": "s1", "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        text = ""
+        for chunk in response.iter_text():
+            text += chunk
+            if text.count(": ping\n\n") == 3:
+                server.executor.allow(None)
+    stream = Stream(response, text)
+    assert response.status_code == 200 and stream.text() == "ABCDEF" and len(stream.comments) >= 3
+
+
+def test_a33_an_error_after_the_first_comment_is_a_frame(start):
+    server = start(sse_keep_alive_interval=0.05)
+    server.executor.fail_after = {"ill": 0}
+    server.executor.hold()
+    with server.open_request("ill", stream=True) as connection:
+        received = b""
+        while b": ping\n\n" not in received:
+            received += connection.recv(1 << 16)
+        server.executor.allow(None)
+        while b"[DONE]" not in received:
+            received += connection.recv(1 << 16)
+    assert b'data: {"error":{' in received and b'"request_failed"' in received
+
+
+def test_the_openai_clients_timeout_is_a_deadline(start):
+    server = start(max_num_seqs=1)
+    server.executor.hold()
+    with server.open_request("long") as running, ThreadPoolExecutor(1) as pool:
+        late = pool.submit(server.post_chat, "s1", headers={"x-stainless-read-timeout": "0.2"})
+        eventually(lambda: server.context.client.num_open == 2)
+        server.step()
+        threading.Event().wait(0.3)
+        server.step()
+        assert late.result().status_code == 503
+        running.close()
+        server.executor.allow(None)
+
+
+# ---------------------------------------------------------------------- A39
+def test_a39_loading(start):
+    loads = threading.Event()
+    server = start(loads=loads)
+    assert server.http.get("/livez").status_code == server.http.get("/health").status_code == 200
+    eventually(lambda: server.http.get("/readyz").json().get("detail") == "loading weights")
+    ready = server.http.get("/readyz")
+    assert ready.status_code == 503 and ready.json()["phase"] == "loading" and ready.json()["progress"] == 0.5
+    assert ready.json()["error"]["code"] == "engine_not_ready"
+    refused = server.post_chat("s1")
+    assert refused.status_code == 503 and refused.headers["retry-after"] and "loading" in refused.text
+    assert server.http.get("/debug/kv").status_code == 503
+    assert server.http.get("/metrics").status_code == 200
+    assert server.metric("octavo_requests_rejected_total", reason="loading") == 1
+    loads.set()
+    eventually(lambda: server.http.get("/readyz").status_code == 200)
+    assert server.chat("s1")["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a39_before_there_is_a_client(start):
+    server = start()
+    client, server.context.client = server.context.client, None
+    try:
+        assert server.http.get("/health").status_code == 200 and server.http.get("/readyz").json()["phase"] == "loading"
+        for refused in (server.post_chat("s1"), server.http.get("/v1/models"), server.http.post("/tokenize", json={})):
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_not_ready"
+    finally:
+        server.context.client = client
+
+
+def drain(server: ScriptedServer, seconds: float) -> "asyncio.Future[None]":
+    return asyncio.run_coroutine_threadsafe(server.context.client.drain(seconds), server.loop)
+
+
+def test_a39_draining_finishes_what_runs_and_takes_nothing_new(start):
+    server = start()
+    server.executor.hold()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.stream_completion, "long", max_tokens=40)
+        eventually(lambda: server.context.client.num_open == 1)
+        drained = drain(server, 20)
+        eventually(lambda: server.http.get("/readyz").json()["phase"] == "draining")
+        refused = server.post_chat("s1")
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert server.http.get("/health").status_code == 200
+        server.executor.allow(None)
+        stream = running.result()
+        assert stream.finish() == "length" and len(stream.text()) == 40 and stream.num_done == 1
+        drained.result(20)
+
+
+def test_a39_the_drain_has_an_end(start):
+    server = start()
+    server.executor.hold()
+    with ThreadPoolExecutor(2) as pool:
+        stream, whole = pool.submit(server.post_chat, "long", stream=True), pool.submit(server.post_chat, "long")
+        eventually(lambda: server.context.client.num_open == 2)
+        server.step()
+        server.step()
+        drain(server, 0.1).result(20)
+        ended = Stream(stream.result(), stream.result().text)
+        assert "error" in ended.frames[-1] and ended.raw.endswith("data: [DONE]\n\n")
+        assert whole.result().status_code in (500, 503)
+        server.executor.allow(None)
