@@ -18,10 +18,13 @@ from engine.core.loop import EngineCore
 from engine.core.scheduler import Scheduler
 from engine.errors import StartupError
 from engine.messages import CacheInfo, EngineLoading, EngineReady, Launch
+from engine.model.base import CausalLM
+from engine.model.layers.linear import Linear
 from engine.model.registry import load_model
 from engine.ports import NoGrammar
 from engine.runner.executor import SingleExecutor
 from engine.runner.model_runner import ModelRunner
+from kernels.cpu.exactness import report as report_exactness
 from kernels.registry import choose
 
 logger = logging.getLogger("octavo.engine")
@@ -72,7 +75,9 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
         enable_prefix_caching=settings.enable_prefix_caching,
     )
     core = EngineCore(scheduler, executor, NoGrammar(), cache)
-    return core, EngineReady(cache, _summary(launch.name, config, dtype, plan, settings), config.vocab_size)
+    summary = _summary(launch.name, config, dtype, plan, settings)
+    summary["exactness"] = _exactness(model, dtype)
+    return core, EngineReady(cache, summary, config.vocab_size)
 
 
 def available_memory() -> int:
@@ -107,13 +112,12 @@ def _physical_cores() -> int:
 def _summary(name: str, config: ModelConfig, dtype: torch.dtype, plan: PoolPlan, settings: Settings) -> dict[str, str]:
     """The start-up block's lines, in order."""
     gib = plan.pool_bytes / 2**30
-    attention, linear = choose("paged_attention", "cpu", dtype), choose("pack_linear", "cpu", dtype)
     return {
         "model": f"{name} ({config.architecture}, {config.num_parameters / 1e6:.0f} million parameters)",
         "dtype": str(dtype).removeprefix("torch."),
         "device": f"CPU, {torch.get_num_threads()} threads",
-        "attention": _words(attention.name, attention.refused),
-        "linear": _words(linear.name, linear.refused),
+        "attention": _kernel("paged_attention", dtype),
+        "linear": _kernel("pack_linear", dtype),
         "KV pool": f"{plan.num_blocks} pages of {settings.block_size} tokens = {plan.num_tokens} tokens, {gib:.2f} GiB "
         f"({plan.decided_by})",
         "fits": f"{plan.num_tokens / plan.max_model_len:.1f} requests of the full {plan.max_model_len} tokens",
@@ -121,6 +125,14 @@ def _summary(name: str, config: ModelConfig, dtype: torch.dtype, plan: PoolPlan,
     }
 
 
-def _words(name: str, refused: tuple[tuple[str, str], ...]) -> str:
-    others = "; ".join(f"{other}: {reason}" for other, reason in refused)
-    return f"{name} (not used: {others})" if others else name
+def _kernel(op: str, dtype: torch.dtype) -> str:
+    """What serves an op, and why what would have been preferred does not."""
+    choice = choose(op, "cpu", dtype)
+    better = "; ".join(f"{name}: {reason}" for name, reason in choice.refused if not reason.endswith("is preferred"))
+    return f"{choice.name} (not {better})" if better else choice.name
+
+
+def _exactness(model: CausalLM, dtype: torch.dtype) -> str:
+    """Whether this machine's linear layers give a row the same bits alone and in company: asked, not assumed."""
+    layers = {name: module.packed for name, module in model.named_modules() if isinstance(module, Linear)}
+    return report_exactness(layers, dtype)

@@ -55,7 +55,7 @@ class LLM:
         source = resolve(resolved.model)
         served = ServedModel.load(source, resolved)
         self.tokenizer, self.chat_renderer = served.tokenizer, served.chat
-        launch = Launch(str(source.path), served.name, resolved.model_dump(mode="json"))
+        launch = Launch(str(source.path), served.name, resolved.model_dump(mode="json", exclude={"api_key"}))
         self._core, self.info = build_core(launch, lambda loading: None)
         self._next_id = 0
 

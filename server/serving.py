@@ -125,7 +125,7 @@ class Serving:
             source = resolve(settings.model, progress=lambda phase, done: self._report(EngineLoading(phase, done)))
             self._report(EngineLoading("reading the tokenizer"))
             served = ServedModel.load(source, settings)
-            return Launch(str(source.path), source.name, settings.model_dump(mode="json")), served
+            return Launch(str(source.path), source.name, settings.model_dump(mode="json", exclude={"api_key"})), served
 
         launch, served = await _in_thread(fetch)
         context.client = await EngineClient.start(launch, served, queue_limits(context), context.metrics, self._report)

@@ -269,7 +269,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
     elif isinstance(value, dict):
         for key, item in value.items():
-            pass
+            yield key
             yield from _strings(item)
 
 

@@ -43,7 +43,12 @@ class Linear(Loadable):
             self._packed = ops.pack_linear(self._gathered["weight"], self._gathered.get("bias"))
             self._gathered = {}
 
+    @property
+    def packed(self) -> ops.PackedLinear:
+        """The weight as it is multiplied by."""
+        assert self._packed is not None, "weights are not loaded"
+        return self._packed
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features] -> [T, out_features]"""
-        assert self._packed is not None, "weights are not loaded"
-        return ops.linear(x, self._packed)
+        return ops.linear(x, self.packed)
