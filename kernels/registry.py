@@ -6,7 +6,6 @@ other one leaves a `Refused` with its reason in words, for the start-up block an
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +65,7 @@ class NoImplementation(RuntimeError):
 @functools.cache
 def candidates(op: str) -> tuple[Candidate, ...]:
     """All implementations of `op`, best first."""
-    modules = [importlib.import_module(name) for name in PROVIDERS if importlib.util.find_spec(name)]
+    modules = [importlib.import_module(name) for name in PROVIDERS]
     return tuple(candidate for module in modules for candidate in module.CANDIDATES if candidate.op == op)
 
 

@@ -10,7 +10,7 @@ from configs.kv import KVFormat, KVSpec, LayerKV
 from kernels import reference
 from kernels.cpu import attention as native
 from kernels.cpu import library
-from kernels.registry import Refused
+from kernels.cpu.offers import KINDS
 
 FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16, torch.float16: KVFormat.FP16}
 
@@ -19,18 +19,18 @@ def native_kernels():
     """pytest parameters (dtype, paged_attention), one for each instruction set that this machine can run."""
     found = library.load()
     if found is None:
-        return [pytest.param(None, None, marks=pytest.mark.skip(reason=library.refusal()))]
-    pairs = [(dtype, isa, native.native_attention(found, isa, dtype)) for dtype in native.KINDS for isa in library.ISAS]
+        return [pytest.param(None, None, marks=pytest.mark.skip(reason=str(library.refusal())))]
     return [
-        pytest.param(dtype, kernel, id=f"{native.KINDS[dtype]}-{isa}")
-        for dtype, isa, kernel in pairs
-        if not isinstance(kernel, Refused)
+        pytest.param(dtype, native.native_attention(found, f"{KINDS[dtype]}_{isa}"), id=f"{KINDS[dtype]}-{isa}")
+        for dtype, isas in native.ISAS.items()
+        for isa in isas
+        if found.refusal(f"attention_{KINDS[dtype]}", isa) is None
     ]
 
 
 def all_kernels():
     """The native ones and the torch reference."""
-    plain = [pytest.param(t, reference.paged_attention, id=f"{native.KINDS[t]}-reference") for t in native.KINDS]
+    plain = [pytest.param(t, reference.paged_attention, id=f"{kind}-reference") for t, kind in KINDS.items()]
     return [*native_kernels(), *plain]
 
 
@@ -53,7 +53,7 @@ class Paged:
         return self.spec.layers[0].head_dim ** -0.5
 
     def attend(self, kernel, parts, layer=1):
-        """Rows [first, last) of sequence b, for (b, first, last) in parts, in one call. -> list of [rows, heads * dim]"""
+        """Rows [first, last) of sequence b for each (b, first, last), in one call -> list of [rows, heads * dim]"""
         b = [part[0] for part in parts]
         rows = [last - first for _, first, last in parts]
         q = torch.cat([self.q[b][first:last] for b, first, last in parts])
@@ -96,10 +96,13 @@ def make_paged(lengths, *, group=3, kv_heads=2, head_dim=64, block_size=16, dtyp
 
 
 def plain_attention(q, k, v, scale):
-    """Causal attention by matmul, softmax, matmul in the inputs' dtype: [T, heads, dim] -> [T, heads * dim]."""
+    """Causal attention of the last rows by matmul, softmax, matmul in the inputs' dtype -> [rows, heads * dim].
+
+    q: [rows, heads, dim]; k, v: [length, kv_heads, dim].
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     scores = q.transpose(0, 1) @ k.mT * scale
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[0])
     weights = scores.masked_fill(future, -math.inf).softmax(-1)
     return (weights @ v).transpose(0, 1).flatten(1)

@@ -12,15 +12,15 @@ import torch
 
 from configs.kv import KVSpec
 from kernels.cpu import library
-from kernels.cpu.library import ISA_TITLES, ISAS, NativeLibrary
+from kernels.cpu.library import NativeLibrary
+from kernels.cpu.offers import native_candidates
 from kernels.registry import Accepted, Candidate, Refused
 
-KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""What the native attention computes in; its entries carry these names."""
-
-BF16_ONLY = ("avx512bf16", "amx")
-
-Offer = Callable[[str, torch.dtype], Accepted | Refused]
+ISAS = {
+    torch.float32: ("baseline", "avx2", "avx512"),
+    torch.bfloat16: ("baseline", "avx2", "avx512", "avx512bf16", "amx"),
+}
+"""Instruction sets that the sources of attention have."""
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 
@@ -157,16 +157,6 @@ class NativeCopy:
         self.entry(pool.data_ptr(), pool.shape[1], (ctypes.c_int64 * len(flat))(*flat), len(pairs))
 
 
-def native_attention(native: NativeLibrary, isa: str, dtype: torch.dtype) -> NativeAttention | Refused:
-    """Paged attention in `dtype` compiled for instruction set `isa`, or why this machine has none."""
-    if dtype not in KINDS or (dtype is torch.float32 and isa in BF16_ONLY):
-        return Refused(f"does not compute in {str(dtype).removeprefix('torch.')}")
-    name = f"attention_{KINDS[dtype]}"
-    if reason := native.refusal(name, isa):
-        return Refused(reason)
-    return NativeAttention(native.function(f"{name}_{isa}", [ctypes.POINTER(AttentionCall)], ctypes.c_int32))
-
-
 def native_store(native: NativeLibrary) -> NativeStore:
     return NativeStore(native.function("store_kv", [ctypes.POINTER(StoreCall), _I64]))
 
@@ -175,35 +165,25 @@ def native_copy(native: NativeLibrary) -> NativeCopy:
     return NativeCopy(native.function("copy_blocks", [_PTR, _I64, ctypes.POINTER(_I64), _I64]))
 
 
-def _native(device: str) -> NativeLibrary | Refused:
-    if device != "cpu":
-        return Refused(f"runs on the CPU, not on {device}")
-    return library.load() or Refused(library.refusal() or "not loaded")
+def native_attention(native: NativeLibrary, ending: str) -> NativeAttention:
+    """ending: "bf16_avx2"."""
+    return NativeAttention(native.function(f"attention_{ending}", [ctypes.POINTER(AttentionCall)], ctypes.c_int32))
 
 
-def _offer_attention(isa: str) -> Offer:
-    def offer(device: str, dtype: torch.dtype) -> Accepted | Refused:
-        native = _native(device)
-        if isinstance(native, Refused):
-            return native
-        function = native_attention(native, isa, dtype)
-        return function if isinstance(function, Refused) else Accepted(function)
-
-    return offer
-
-
-def _offer_move(make: Callable[[NativeLibrary], Callable[..., Any]]) -> Offer:
-    """For entries that move bits, whatever these mean."""
+def _candidate(op: str, make: Callable[[NativeLibrary], Callable[..., Any]]) -> Candidate:
+    """An op that moves bits: one entry serves all instruction sets and dtypes."""
 
     def offer(device: str, dtype: torch.dtype) -> Accepted | Refused:
-        native = _native(device)
-        return native if isinstance(native, Refused) else Accepted(make(native))
+        if device != "cpu":
+            return Refused(f"runs on the CPU, not on {device}")
+        native = library.load()
+        return Refused(library.refusal() or "not loaded") if native is None else Accepted(make(native))
 
-    return offer
+    return Candidate(op, "C++", offer)
 
 
 CANDIDATES = (
-    *(Candidate("paged_attention", f"C++ {ISA_TITLES[isa]}", _offer_attention(isa)) for isa in reversed(ISAS)),
-    Candidate("store_kv", "C++", _offer_move(native_store)),
-    Candidate("copy_blocks", "C++", _offer_move(native_copy)),
+    *native_candidates("paged_attention", "attention", ISAS, native_attention),
+    _candidate("store_kv", native_store),
+    _candidate("copy_blocks", native_copy),
 )

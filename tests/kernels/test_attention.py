@@ -1,13 +1,14 @@
 """Paged attention is right: every kernel of this machine against fp32 torch, in a pool full of NaN."""
 
+import functools
 import mmap
 
 import pytest
 import torch
+from paged import all_kernels, make_paged, native_kernels, plain_attention
 
 from configs.kv import KVFormat, KVSpec, LayerKV
 from kernels import ops, reference
-from paged import all_kernels, make_paged, native_kernels, plain_attention
 
 SHAPES = [  # query heads a key/value head, head_dim, block size
     (3, 64, 16),
@@ -23,28 +24,31 @@ SHAPES = [  # query heads a key/value head, head_dim, block size
 ]
 
 
-def lengths_around(block_size):
-    edges = {1, 2, block_size - 1, block_size, block_size + 1, 31, 32, 33, 65, 511, 512, 513, 600}
-    return sorted(edges - {0})
+@functools.cache
+def plain_results(dtype, group, head_dim, block_size):
+    """-> (sequences, the rows to compute, for each (fp32 result, allowed error))."""
+    lengths = sorted({1, 2, block_size - 1, block_size, block_size + 1, 31, 32, 33, 65, 511, 512, 513, 600})
+    paged = make_paged(
+        lengths, group=group, kv_heads=2, head_dim=head_dim, block_size=block_size, dtype=dtype, seed=group
+    )
+    parts = [(b, max(0, n - (1, 2, 5, 40)[b % 4]), n) for b, n in enumerate(lengths)]
+    expected = []
+    for b, first, _ in parts:
+        qkv = paged.q[b][first:], paged.k[b], paged.v[b]
+        exact = plain_attention(*(x.float() for x in qkv), paged.scale)
+        rounded = plain_attention(*qkv, paged.scale).float()
+        expected.append((exact, 2 * (rounded - exact).abs().max() + 1e-5))
+    return paged, parts, expected
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
 @pytest.mark.parametrize(("group", "head_dim", "block_size"), SHAPES)
 def test_error_is_that_of_plain_torch_at_most_twice(dtype, kernel, group, head_dim, block_size):
     """flash-attn's rule: against fp32, at most twice the error of plain low-precision torch."""
-    kv_heads = 1 if group > 8 else 2
-    lengths = lengths_around(block_size)
-    paged = make_paged(
-        lengths, group=group, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype, seed=group
-    )
-    first = [max(0, n - (1, 2, 5, 40)[b % 4]) for b, n in enumerate(lengths)]
-    outputs = paged.attend(kernel, [(b, first[b], n) for b, n in enumerate(lengths)])
-    for b, out in enumerate(outputs):
-        qkv = paged.q[b], paged.k[b], paged.v[b]
-        exact = plain_attention(*(x.float() for x in qkv), paged.scale)[first[b] :]
-        rounded = plain_attention(*qkv, paged.scale)[first[b] :].float()
-        error, allowed = (out.float() - exact).abs().max(), 2 * (rounded - exact).abs().max() + 1e-5
-        assert error <= allowed, (lengths[b], error, allowed)  # NaN fails too
+    paged, parts, expected = plain_results(dtype, group, head_dim, block_size)
+    for part, out, (exact, allowed) in zip(parts, paged.attend(kernel, parts), expected, strict=True):
+        error = (out.float() - exact).abs().max()
+        assert error <= allowed, (part, error, allowed)  # NaN fails too
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [p for p in native_kernels() if p.values[0] is torch.float32])
@@ -56,7 +60,7 @@ def test_fp32_is_within_a_few_ulps_of_fp64(dtype, kernel):
 
 @pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
 def test_large_scores_neither_overflow_nor_vanish(dtype, kernel):
-    paged = make_paged([300], dtype=dtype)
+    paged = make_paged([100], dtype=dtype)
     paged.q[0] *= 200
     exact = plain_attention(*(x[0].double() for x in (paged.q, paged.k, paged.v)), paged.scale)
     rounded = plain_attention(paged.q[0], paged.k[0], paged.v[0], paged.scale).double()
@@ -66,12 +70,12 @@ def test_large_scores_neither_overflow_nor_vanish(dtype, kernel):
 
 @pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("length", [20, 64, 531])
+@pytest.mark.parametrize("length", [20, 75])
 def test_what_a_row_does_not_see_adds_nothing(dtype, kernel, poison, length):
     """Also where later tokens of the same chunk, in the same tile and token pair, are not finite."""
     paged = make_paged([length], dtype=dtype)
     clean = paged.whole(kernel, 0)
-    for cut in (1, 7, length - 4, length - 1):
+    for cut in (1, length - 4):
         k, v = paged.k[0].clone(), paged.v[0].clone()
         k[cut:], v[cut:] = poison, poison
         paged.store(0, k, v)
@@ -115,8 +119,9 @@ def test_blocks_beyond_4_gib(dtype, kernel):
     form = KVFormat.BF16 if dtype is torch.bfloat16 else KVFormat.FP32
     spec = KVSpec((LayerKV(2, 64, form),) * 2, 16)
     blocks = (5 << 30) // spec.block_bytes
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
-    pool = torch.frombuffer(mmap.mmap(-1, blocks * spec.block_bytes, flags=flags), dtype=torch.uint8)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # memory is committed as it is touched
+    memory = mmap.mmap(-1, blocks * spec.block_bytes, flags=private)
+    pool = torch.frombuffer(memory, dtype=torch.uint8)
     small = make_paged([40], dtype=dtype)
     far = make_paged([40], dtype=dtype)
     far.pool = pool.view(blocks, spec.block_bytes)

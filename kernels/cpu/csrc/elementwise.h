@@ -118,21 +118,23 @@ void rotate_head(typename V::Number *x, const float *cos, const float *sin, int6
     });
 }
 
-// v / (1 + e^-v), by e^-|v| = 2^p, with what p lost in rounding put back.
-inline Vec silu(Vec v) {
-    const Vec zero = splat(0), log2_e = splat(0x1.715476p+0f), log2_e_rest = splat(0x1.4ae0cp-26f), ln_2 = splat(0x1.62e43p-1f);
-    const Vec x = max(splat(-104), sub(zero, max(sub(zero, v), v)));  // e^-104 is 0
-    const Vec p = mul(x, log2_e), lost = fma(x, log2_e_rest, fma(x, log2_e, sub(zero, p)));
-    const Vec e = mul(exp2_negative(p), fma(lost, ln_2, splat(1)));
-    const Vec positive = max(zero, v), negative = max(zero, sub(zero, v));
-    return div(sub(positive, mul(negative, e)), add(splat(1), e));
+// v / (1 + e^-v); e^-v as 2^p. FINE: what p lost in rounding is put back (a result that is rounded to bf16 never shows it).
+// Below -87, where silu is less than 2^-118, e^-v stays at that size.
+template <bool FINE>
+Vec silu(Vec v) {
+    const Vec zero = splat(0), log2_e = splat(0x1.715476p+0f);
+    if (!FINE) return div(v, add(splat(1), exp2_negative(sub(zero, max(splat(-126), mul(v, log2_e))))));
+    const Vec x = max(splat(-104), sub(zero, max(splat(-87), v)));
+    const Vec p = mul(x, log2_e), lost = fma(x, splat(0x1.4ae0cp-26f), fma(x, log2_e, sub(zero, p)));
+    const Vec e = exp2_negative(p);
+    return div(v, add(splat(1), fma(e, mul(lost, splat(0x1.62e43p-1f)), e)));
 }
 
 // out = silu(x[0, half)) x x[half, 2 half), silu rounded on the way.
 template <class V>
 void gate_row(const typename V::Number *x, int64_t half, typename V::Number *out) {
     for_vectors(half, [&](int64_t i, int count) {
-        const Vec gate = V::rounded(silu(load_part<V>(x + i, count)));
+        const Vec gate = V::rounded(silu<sizeof *x == 4>(load_part<V>(x + i, count)));
         store_part<V>(out + i, mul(gate, load_part<V>(x + half + i, count)), count);
     });
 }

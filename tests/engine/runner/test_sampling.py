@@ -248,6 +248,14 @@ def test_processors_do_what_the_reference_does(row):
     np.testing.assert_allclose(processed(row), np.array(reference_logits(row)), rtol=1e-5, atol=1e-5)
 
 
+def test_a_resumed_sequence_counts_its_output_again():
+    output = [7, 7, 9, 7]
+    row = Row(random_logits(30, 4), SamplingParams(frequency_penalty=0.5), prompt=[9, 3], output=output)
+    counts = sampler_for([row], [0]).columns.extras[0].counts
+    assert dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True)) == {3: 0, 7: 3, 9: 1}
+    np.testing.assert_allclose(processed(row), np.array(reference_logits(row)), rtol=1e-6)
+
+
 def test_counts_follow_what_is_drawn():
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, presence_penalty=0.25, repetition_penalty=1.5)
     row = Row(torch.tensor([3.0, 2.9, 0.5, 0.4]), params, prompt=[0])
@@ -616,7 +624,7 @@ def test_token_ids_outside_the_vocabulary_are_refused_and_leave_a_plain_row():
     for bad in ({"logit_bias": {50: 1.0}}, {"allowed_token_ids": (99,)}, {"bad_words": ((1, 50),)}):
         with pytest.raises(InvalidRequest):
             sampler.columns.admit(NewRow(0, "r", [1], 1, SamplingParams(**bad), 0, [], 0))
-        assert sampler.columns.plain[0] and not sampler.columns.extras
+        assert sampler.columns.plain[0] and not sampler.columns.extras and sampler.columns.num_logprobs[0] == -1
 
 
 def test_an_eos_id_beyond_the_logits_is_left_alone():

@@ -6,9 +6,17 @@ evicts or hands out again, every table must read back its own sequence, and ever
 
 from dataclasses import dataclass, field
 
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from engine.core.kv.block import Block, RootKey
 from engine.core.kv.manager import KVManager
@@ -107,7 +115,7 @@ class KVMachine(RuleBasedStateMachine):
             self.kv.publish(request, request.num_confirmed, step.number)
             if data.draw(st.booleans()):
                 self.kv.publish_tail(request, step.number)
-            if request.num_confirmed == len(request.token_ids) < request.max_total:
+            if request.num_confirmed == len(request.token_ids) < request.max_total - 1:
                 request.token_ids.append(data.draw(st.integers(0, 1)))
 
     @precondition(lambda self: self.running)
@@ -136,7 +144,7 @@ class KVMachine(RuleBasedStateMachine):
         self.add_row(step, request, end)
 
     def advance(self, step: Step, request: Request, chunk: int) -> None:
-        end = min(request.num_computed + chunk, len(request.token_ids), request.max_total - 1)
+        end = min(request.num_computed + chunk, len(request.token_ids))
         if end == request.num_computed:
             return
         before, available = list(request.block_ids), self.kv.num_available
@@ -231,4 +239,12 @@ def context(request: Request, position: int) -> Context:
 
 
 TestKVManager = KVMachine.TestCase
-TestKVManager.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestKVManager.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.slow
+def test_many_courses_of_events() -> None:
+    long = settings(max_examples=3000, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(KVMachine, settings=long)

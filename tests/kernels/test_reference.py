@@ -1,0 +1,67 @@
+"""The oracle itself, against formulas written another way."""
+
+import pytest
+import torch
+
+from kernels import ops, reference
+
+
+def test_rms_norm_is_the_formula_in_fp64():
+    x, weight = torch.randn(5, 48), torch.randn(48)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert (reference.rms_norm(x, weight, 1e-5).double() - exact).abs().max() < 1e-5
+
+
+def test_rms_norm_rounds_before_it_multiplies_by_the_weight():
+    x, weight = torch.randn(64, 48).bfloat16(), torch.randn(48).bfloat16()
+    normed = torch.nn.functional.rms_norm(x.float(), (48,), eps=1e-5).bfloat16()
+    assert torch.equal(reference.rms_norm(x, weight, 1e-5), normed * weight)
+
+
+def test_add_rms_norm_adds_in_place():
+    x, residual, weight = torch.randn(5, 16), torch.randn(5, 16), torch.randn(16)
+    total = x + residual
+    out = reference.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(residual, total)
+    assert torch.equal(out, reference.rms_norm(total, weight, 1e-6))
+
+
+def test_rotary_turns_complex_numbers():
+    positions = torch.tensor([0, 7, 3])
+    angles = torch.arange(10.0)[:, None] * torch.tensor([1.0, 0.1, 0.01])
+    fused = torch.randn(3, 40)
+    q, k = fused[:, :12].view(3, 2, 6), fused[:, 20:26].view(3, 1, 6)
+    expected = []
+    for x in (q, k):
+        turned = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones(3, 3), angles[positions])[:, None]
+        expected.append(torch.cat([turned.real, turned.imag], -1))
+    untouched = fused[:, 12:20].clone()
+    reference.rotary(q, k, positions, angles.cos(), angles.sin())
+    for x, turned in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(x, turned)
+    assert torch.equal(fused[:, 12:20], untouched)
+
+
+def test_silu_mul_and_linear():
+    x = torch.randn(4, 10)
+    gate, up = x[:, :5], x[:, 5:]
+    torch.testing.assert_close(reference.silu_mul(x), gate / (1 + (-gate).exp()) * up)
+    weight, bias = torch.randn(3, 10), torch.randn(3)
+    packed = reference.pack_linear(weight, bias)
+    torch.testing.assert_close(packed(x), x @ weight.T + bias)
+    assert (packed.in_features, packed.out_features) == (10, 3)
+
+
+def test_ops_assert_their_contracts():
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    for broken in (
+        lambda: ops.rms_norm(x, weight[:4], 1e-5),
+        lambda: ops.rms_norm(x, weight.double(), 1e-5),
+        lambda: ops.add_rms_norm(x, x[:1], weight, 1e-5),
+        lambda: ops.silu_mul(x[:, :5]),
+        lambda: ops.pack_linear(x, weight),
+        lambda: ops.linear(x[:, :4], ops.pack_linear(x)),
+        lambda: ops.rotary(x[:, None], x[:, None], torch.zeros(2), x[:, :4], x[:, :4]),
+    ):
+        with pytest.raises(AssertionError):
+            broken()
