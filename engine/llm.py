@@ -127,7 +127,7 @@ class LLM:
         delta = processor.push(output)
         if delta is not None:
             if delta.index == 0:
-                result.cached_tokens = max(result.cached_tokens, output.cached_tokens)
+                result.cached_tokens = max(result.cached_tokens, delta.cached_tokens)
             _append(result.outputs[delta.index], delta)
         if processor.finished:
             del waiting[output.request_id]

@@ -199,9 +199,11 @@ class ScriptedServer:
         window: int = 512,
         limits: HTTPLimits | None = None,
         loads: threading.Event | None = None,
+        send_buffer: int | None = None,
         **settings: Any,
     ) -> None:
-        """`words`: tokens beyond single bytes. `loads`: the engine is ready only after this is set."""
+        """`words`: tokens beyond single bytes. `loads`: the engine is ready only after this is set.
+        `send_buffer`: bytes the kernel keeps for a reader, little more than that."""
         values = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "log_level": "warning", **settings}
         self.settings = Settings.create({**values, "num_gpu_blocks_override": num_blocks})
         self.tokenizer = byte_tokenizer(words)
@@ -214,6 +216,8 @@ class ScriptedServer:
         self._folder = tempfile.TemporaryDirectory(prefix="kit-")
         self._listening, self._up, self._down = socket.socket(), threading.Event(), threading.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
+        if send_buffer is not None:
+            self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self._broken: BaseException | None = None
         self.exit_code: int | None = None
         """The engine's, once it has ended."""
@@ -236,6 +240,8 @@ class ScriptedServer:
         self.http.close()
         if self._loads is not None:
             self._loads.set()
+        if self.context.phase == "dead":
+            self._server._stopping = True  # an engine that the client took for dead is told nothing
         self.executor.allow(None)
         assert self.loop is not None
         self.loop.call_soon_threadsafe(self._stopping.set)
@@ -246,7 +252,8 @@ class ScriptedServer:
         assert self._broken is None, self._broken
 
     def _run_engine(self) -> None:
-        self.exit_code = EngineServer(self._build_core, self._address).run()
+        self._server = EngineServer(self._build_core, self._address)
+        self.exit_code = self._server.run()
         self._down.set()
 
     def _build_core(self, report: Callable[[EngineLoading], None]) -> tuple[EngineCore, EngineReady]:

@@ -152,8 +152,7 @@ class Scheduler:
         """The next chunk of a running request's prompt. Returns its number of tokens."""
         if budget <= 0:
             return 0
-        if request.last_step <= self.kv.finished_step:
-            self._catch_up(request)
+        self._catch_up(request)
         remaining = len(request.token_ids) - request.num_computed
         tokens = min(remaining, budget)
         if remaining > budget // 2 > 0:

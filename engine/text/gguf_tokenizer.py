@@ -122,7 +122,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     if "tokenizer.ggml.merges" in metadata:
         merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     else:
-        merges = _merges_from_scores(vocabulary, metadata["tokenizer.ggml.scores"])
+        merges = merges_from_scores(vocabulary, metadata["tokenizer.ggml.scores"])
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     backend = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
@@ -133,7 +133,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     return backend
 
 
-def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece merges whichever neighbours make the piece of the highest score: as a list, best first."""
     pairs = [
         (-scores[index], -cut, cut - len(token), index, vocabulary[token[:cut]], token[:cut], token[cut:])

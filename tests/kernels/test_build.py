@@ -158,7 +158,7 @@ def test_one_openmp_runtime_and_one_pool():
         torch.randn(1000, 1000).exp_()
         tasks = len(list(Path("/proc/self/task").iterdir()))
         paged.whole(kernel, 0)
-        assert len(list(Path("/proc/self/task").iterdir())) == tasks
+        assert len(list(Path("/proc/self/task").iterdir())) <= tasks
     finally:
         torch.set_num_threads(before)
     maps = Path("/proc/self/maps").read_text()

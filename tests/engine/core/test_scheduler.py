@@ -87,6 +87,17 @@ def test_more_decodes_than_budget_still_progress():
         harness.assert_sequential(f"r{number}")
 
 
+def test_an_urgent_prompt_leaves_the_others_their_decodes():
+    harness = logged(max_num_batched_tokens=10)
+    harness.add("chat", prompt(4), greedy(20))
+    harness.step()
+    harness.add("urgent", prompt(40, 500), greedy(1), priority=-1)
+    for _ in range(3):
+        harness.step()
+        assert last(harness).num_tokens == [1, 9]
+    harness.run()
+
+
 def test_a_short_prompt_rides_along_with_a_long_one():
     harness = logged(max_num_batched_tokens=16, num_blocks=200)
     harness.add("long", prompt(300), greedy(1))
@@ -163,10 +174,23 @@ def test_a_running_prompt_skips_what_another_has_computed():
     assert stats.prefill_tokens_total + stats.prefix_hits_total == stats.prefix_queries_total == 120
 
 
+def test_a_row_is_told_anew_only_when_it_has_skipped():
+    harness = logged(block_size=4, max_num_batched_tokens=8)
+    harness.add("slow", prompt(80), greedy(3))
+    harness.step()
+    harness.add("fast", prompt(30), greedy(1), priority=-1)
+    harness.run()
+    harness.assert_sequential("slow")
+    rows = [row for plan in harness.executor.log for row in plan.new_rows]
+    assert [(row.request_id, row.num_computed) for row in rows] == [("slow", 0), ("fast", 12), ("slow", 28)]
+    assert len(harness.executor.log) >= 1 + 3 + 7
+
+
+@pytest.mark.parametrize("budget", [2, 64])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("length", [7, 8, 9])
-def test_a22_choices_compute_the_prompt_once(depth: int, length: int):
-    harness = Harness(block_size=4, depth=depth)
+def test_a22_choices_compute_the_prompt_once(depth: int, length: int, budget: int):
+    harness = Harness(block_size=4, depth=depth, max_num_batched_tokens=budget)
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True)
     for index in range(4):
         harness.add(f"c{index}", prompt(length), params, group="g", index=index)
@@ -217,13 +241,15 @@ def test_without_a_cache_choices_do_not_wait_for_one_another():
 
 # -------------------------------------------------------------------- pages
 def test_admission_counts_what_admitted_prompts_have_not_taken_yet():
-    harness = Harness(num_blocks=20, block_size=4, max_num_batched_tokens=8, prefix_caching=False)
-    harness.add("one", prompt(48), greedy(2))  # 12 blocks and one
+    harness = Harness(num_blocks=20, block_size=4, max_num_batched_tokens=32, prefix_caching=False)
+    harness.add("one", prompt(64), greedy(2))  # 17 blocks, 8 of them in the first step
     harness.step()
-    assert harness.kv.num_available == 18
-    harness.add("two", prompt(28, 500), greedy(2))  # 7 blocks and one: 7 are free or promised to nobody
+    assert harness.kv.num_available == 12
+    harness.add("two", prompt(12, 500), greedy(8))  # 4 blocks: one more than are promised to nobody
+    harness.add("three", prompt(7, 900), greedy(2))  # 2 blocks
     harness.step()
     assert harness.scheduler.requests["two"].status is Status.WAITING
+    assert harness.scheduler.requests["three"].status is Status.RUNNING
     harness.run()
     assert harness.core.stats().preemptions_total == {}
 

@@ -72,8 +72,6 @@ class Day:
     def prompt(self) -> list[int]:
         r, stem = self.random, self.random.choice(self.stems)
         kind = r.random()
-        if kind < 0.15 and self.open:  # what somebody else is computing just now
-            return list(self.harness.asked[r.choice(sorted(self.open))].prompt_token_ids)
         if kind < 0.3:
             return list(stem)
         if kind < 0.6:
@@ -100,12 +98,15 @@ class Day:
     def arrive(self) -> None:
         r, harness = self.random, self.harness
         prompt, params, n = self.prompt(), self.params(), r.choice([1, 1, 1, 2, 3])
+        rival = r.choice(sorted(self.open)) if self.open and r.random() < 0.2 else None
+        if rival is not None:  # what somebody else is computing just now, and more urgently
+            prompt = harness.asked[rival].prompt_token_ids
         group = f"g{self.count}" if n > 1 else None
         fields = {
             "group": group,
-            "salt": r.choice([None, None, "a", "b"]),
-            "adapter": r.choice([None, None, "a"]),
-            "priority": r.choice([0, 0, -1, 2]),
+            "salt": harness.asked[rival].salt if rival else r.choice([None, None, "a", "b"]),
+            "adapter": harness.asked[rival].adapter if rival else r.choice([None, None, "a"]),
+            "priority": -3 if rival else r.choice([0, 0, -1, 2]),
             "deadline": harness.now + r.randrange(1, 60) if r.random() < 0.15 else None,
         }
         for index in range(n):
@@ -191,12 +192,11 @@ def simulate(days: range) -> Seen:
 
 
 def test_500_requests_get_what_they_would_get_alone():
-    seen = simulate(range(500 // REQUESTS_PER_DAY))
-    assert all(times for what, times in vars(seen).items() if what != "ahead"), seen
+    seen = simulate(range(152, 152 + 500 // REQUESTS_PER_DAY))
+    assert all(vars(seen).values()), seen
 
 
 @pytest.mark.slow
 def test_10_000_requests_get_what_they_would_get_alone():
     seen = simulate(range(1000, 1000 + 10_000 // REQUESTS_PER_DAY))
-    print(seen)
     assert all(vars(seen).values()), seen

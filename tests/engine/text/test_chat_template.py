@@ -280,6 +280,8 @@ def test_a18_other_keys_are_tolerated() -> None:
         "tool_calls": [],
     }
     assert rendered([{**U("a"), **odd}, {**A("b"), **odd}]) == rendered([U("a"), A("b")])
+    chat = ChatRenderer(MODELS["llama 3"])  # its template takes an empty list of calls for calls
+    assert chat.render([U("a"), {**A("b"), **odd}]) == chat.render([U("a"), A("b")])
 
 
 def test_a18_refusals_are_what_the_assistant_said() -> None:

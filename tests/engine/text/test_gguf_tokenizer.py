@@ -12,7 +12,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from engine.errors import StartupError
 from engine.source import ModelSource
-from engine.text.gguf_tokenizer import QWEN2_SPLIT, read_gguf
+from engine.text.gguf_tokenizer import QWEN2_SPLIT, merges_from_scores, read_gguf
 from engine.text.tokenizer import Tokenizer
 
 SPECIALS = ("<|begin|>", "<|end|>")
@@ -127,6 +127,24 @@ def test_sentencepiece_equals_transformers(transformers: Any, tmp_path: Path, wi
         assert tokenizer.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode("hello", add_special_tokens=True)[0] == tokenizer.bos_token_id == 1
     assert tokenizer.special_ids == {0, 1, 2, 3, 4} and tokenizer.eos_token_ids == (2,)
+
+
+def test_merges_of_equal_score_are_ordered_as_in_transformers(transformers: Any) -> None:
+    from transformers.tokenization_utils_base import generate_merges
+
+    tokens = ["b", "a", "ab", "aba", "bab", "ba", "abab", "aab", "ababab"]
+    scores = [0.0, 0.0, -1.0, -2.0, -2.0, -1.0, -3.0, -2.0, -3.0]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    ours = merges_from_scores(vocabulary, scores)
+    assert ours == generate_merges(vocabulary, dict(zip(tokens, scores, strict=True))) and len(ours) > 10
+
+
+def test_llama3_takes_a_whole_word_of_its_vocabulary(tmp_path: Path) -> None:
+    """tiktoken looks a word up before it merges: also one that no merge leads to."""
+    tokens = ["h", "i", "hi", "<|end|>"]
+    for pre, ids in (("llama-bpe", [2]), ("gpt-2", [0, 1])):
+        path = write_gguf(tmp_path / f"{pre}.gguf", "gpt2", tokens, [1, 1, 1, 3], pre=pre, merges=[], eos_token_id=3)
+        assert read_gguf(path).backend.encode("hi").ids == ids
 
 
 def merges_of(backend: Any) -> list[str]:

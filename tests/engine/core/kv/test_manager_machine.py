@@ -246,5 +246,5 @@ TestKVManager.settings = settings(
 
 @pytest.mark.slow
 def test_many_courses_of_events() -> None:
-    long = settings(max_examples=3000, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck))
+    long = settings(max_examples=1000, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(KVMachine, settings=long)

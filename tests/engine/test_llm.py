@@ -1,0 +1,109 @@
+"""The offline class: the same core, without HTTP."""
+
+from collections.abc import Iterator
+
+import pytest
+import tiny_models
+
+from engine import LLM, SamplingParams
+from engine.errors import ContextLengthExceeded, InvalidRequest, StartupError
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tiny_models.build(tmp_path_factory.mktemp("tiny"))
+    llm = LLM(str(folder), dtype="float32", num_gpu_blocks_override=64, max_num_seqs=8, num_threads=1)
+    yield llm
+    llm.shutdown()
+    llm.shutdown()
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def test_generate_keeps_the_order_and_mixes_text_with_ids(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("second", add_special_tokens=True)
+    first, second = llm.generate(["first", ids], GREEDY)
+    assert first.prompt == "first" and second.prompt is None and second.prompt_token_ids == ids
+    assert llm.generate("second", GREEDY)[0].outputs[0].token_ids == second.outputs[0].token_ids
+    assert all(
+        len(one.outputs[0].token_ids) == 12 and one.outputs[0].finish_reason == "length" for one in (first, second)
+    )
+
+
+def test_one_prompt_may_be_a_list_of_ids(llm: LLM) -> None:
+    [result] = llm.generate([65, 66, 67], GREEDY)
+    assert result.prompt_token_ids == [65, 66, 67]
+
+
+def test_parameters_for_each_prompt(llm: LLM) -> None:
+    params = [GREEDY, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)]
+    lengths = [len(one.outputs[0].token_ids) for one in llm.generate(["a", "b"], params)]
+    assert lengths == [12, 3]
+    with pytest.raises(ValueError, match="2 prompts"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_choices_share_the_prompt(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
+    [result] = llm.generate("many answers to one question", params)
+    assert [choice.index for choice in result.outputs] == [0, 1, 2]
+    assert len({tuple(choice.token_ids) for choice in result.outputs}) > 1
+    again = llm.generate("many answers to one question", params)[0]
+    assert [choice.token_ids for choice in again.outputs] == [choice.token_ids for choice in result.outputs]
+
+
+def test_a_stop_string_ends_a_choice_and_gives_its_pages_back(llm: LLM) -> None:
+    [free] = llm.generate("stop me", GREEDY)
+    text = free.outputs[0].text
+    assert len(text) > 2
+    stop = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, stop=(text[1:3],))
+    [result] = llm.generate("stop me", stop)
+    assert result.outputs[0].text == text[: text.index(text[1:3])]
+    assert (result.outputs[0].finish_reason, result.outputs[0].stop_reason) == ("stop", text[1:3])
+    assert llm.memory_stats()["used_pages"] == 0
+
+
+def test_cached_tokens_and_logprobs(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2)
+    prompt = "$ begins like no other prompt and is longer than a page"
+    cold, warm = (llm.generate(prompt, params)[0] for _ in range(2))
+    assert cold.cached_tokens == 0 and warm.cached_tokens == len(cold.prompt_token_ids) - 1
+    assert cold.outputs == warm.outputs
+    assert cold.outputs[0].logprobs is not None and len(cold.outputs[0].logprobs) == 4
+
+
+def test_chat(llm: LLM) -> None:
+    answer = llm.chat([{"role": "user", "content": "hello"}], GREEDY)
+    assert len(answer.outputs[0].token_ids) == 12
+
+
+def test_memory_stats_and_events(llm: LLM) -> None:
+    stats = llm.memory_stats()
+    assert set(stats) == {
+        "total_pages", "used_pages", "cached_pages", "free_pages", "utilization", "slot_utilization",
+        "active_requests", "bytes_per_page", "bytes_per_token", "total_bytes",
+    }  # fmt: skip
+    assert stats["total_pages"] == 64 and stats["used_pages"] == stats["active_requests"] == 0
+    assert stats["free_pages"] + stats["cached_pages"] == 64
+    assert stats["total_bytes"] == 64 * stats["bytes_per_page"]
+    assert {event["kind"] for event in llm.events()} >= {"allocation", "hit", "miss"}
+
+
+def test_what_is_wrong_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(ContextLengthExceeded):
+        llm.generate([[1] * 512], GREEDY)
+    with pytest.raises(InvalidRequest, match="260"):
+        llm.generate([[260]], GREEDY)
+    with pytest.raises(InvalidRequest, match="empty"):
+        llm.generate([[]], GREEDY)
+    assert llm.memory_stats()["active_requests"] == 0
+
+
+def test_no_prompts(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_unknown_setting() -> None:
+    with pytest.raises(StartupError, match="max_model_len"):
+        LLM(max_model_length=5)

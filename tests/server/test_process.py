@@ -1,0 +1,193 @@
+"""The real command in its own process: exit codes, one sentence for what is wrong, drain, no child left (A39)."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty, Queue
+
+import httpx2
+import psutil
+import pytest
+import tiny_models
+
+PATIENCE = 60.0
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.build(tmp_path_factory.mktemp("served") / "tiny")
+
+
+class Command:
+    """A running `octavo serve`; its standard output is read line by line."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "server", "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")},
+        )
+        self.lines: Queue[str] = Queue()
+        self.errors: list[str] = []
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self.lines.put(line)
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr:
+            for line in self.process.stderr:
+                self.errors.append(line)
+
+    def address(self) -> str:
+        """From the start-up block."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            try:
+                line = self.lines.get(timeout=1.0)
+            except Empty:
+                assert self.process.poll() is None, "".join(self.errors)
+                continue
+            if found := re.search(r"address\s+(http://\S+)", line):
+                return found[1]
+        raise AssertionError("no start-up block: " + "".join(self.errors))
+
+    def wait(self) -> int:
+        """The exit code; all that was printed has then been read."""
+        code = self.process.wait(PATIENCE)
+        for reader in self._readers:
+            reader.join(PATIENCE)
+        return code
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@contextmanager
+def serving(model: Path, *arguments: str) -> Iterator[tuple[Command, httpx2.Client]]:
+    command = Command(str(model), "--port", "0", "--num-gpu-blocks-override", "64", "--num-threads", "1", *arguments)
+    try:
+        with httpx2.Client(base_url=command.address(), timeout=PATIENCE) as http:
+            yield command, http
+    finally:
+        command.process.kill()
+        command.wait()
+
+
+def refusal(*arguments: str) -> str:
+    """What a command that cannot start says: one line, exit code 2, no traceback."""
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "server", "serve", *arguments], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert result.returncode == 2, (result.returncode, result.stderr)
+    assert "Traceback" not in result.stderr
+    [said] = [line for line in result.stderr.splitlines() if line.startswith("octavo: ")]
+    return said
+
+
+# ------------------------------------------------------------------ cannot start
+def test_unknown_file() -> None:
+    assert "--model" in refusal("/nowhere/model.gguf")
+
+
+def test_unknown_architecture(tiny: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    config["architectures"] = ["MambaForCausalLM"]
+    for file in tiny.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = refusal(str(tmp_path))
+    assert "MambaForCausalLM" in said and "LlamaForCausalLM" in said
+
+
+def test_damaged_weights(tiny: Path, tmp_path: Path) -> None:
+    for file in tiny.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "model.safetensors" in refusal(str(tmp_path))
+
+
+def test_too_little_memory(tiny: Path) -> None:
+    said = refusal(str(tiny), "--kv-cache-memory-bytes", "100TiB")
+    assert "--kv-cache-memory-bytes" in said
+
+
+def test_port_in_use(tiny: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert "--port" in refusal(str(tiny), "--port", str(other.getsockname()[1]))
+
+
+def test_unknown_flag(tiny: Path) -> None:
+    assert "--max-model-len" in refusal(str(tiny), "--max-model-length", "5")
+
+
+# ------------------------------------------------------------------ lives and ends
+def test_a39_serves_drains_and_leaves_nothing_behind(tiny: Path) -> None:
+    with serving(tiny) as (command, http):
+        assert http.get("/readyz").status_code == 200
+        [engine] = command.children()
+        body = {"prompt": "hello", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            command.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert "data: [DONE]" in rest
+        assert command.wait() == 0
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a39_a_long_stream_ends_with_an_error_when_the_drain_time_is_over(tiny: Path) -> None:
+    with serving(tiny, "--shutdown-timeout", "0") as (command, http):
+        body = {"prompt": "hello", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            command.process.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        finished = any('"finish_reason":"length"' in line for line in rest)
+        assert finished or "error" in json.loads(rest[-2].removeprefix("data: "))
+        assert command.wait() == 0
+
+
+def test_a07_a_killed_engine_fails_requests_and_ends_the_server(tiny: Path) -> None:
+    with serving(tiny) as (command, http):
+        [engine] = command.children()
+        body = {"prompt": "hello", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+        engine.suspend()  # so that the request is certainly still open
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            engine.kill()
+            text = "".join(answer.iter_text())
+        assert answer.status_code >= 500 or '"error"' in text
+        assert command.wait() == 1
+        assert "signal 9" in "".join(command.errors)
+
+
+def test_the_engine_ends_with_a_killed_server(tiny: Path) -> None:
+    with serving(tiny) as (command, _):
+        [engine] = command.children()
+        command.process.kill()
+        command.wait()
+        engine.wait(PATIENCE)
