@@ -5,6 +5,7 @@ open request at once. Loads no torch.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -42,6 +43,7 @@ from engine.served_model import ServedModel
 from engine.supervisor import ChildProcess
 from engine.text.chat_template import ChatRenderer
 from engine.text.output_processor import OutputProcessor
+from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("octavo.client")
@@ -192,11 +194,18 @@ class EngineClient:
         if any(request.request_id in self._open for request in requests):
             raise InvalidRequest(f"A request with the id {envelope.request_id!r} is already running.", "request_id")
         stream = RequestStream(self.abort, len(prompt_token_ids))
+        stops = StopStrings(params.stop)
         for request in requests:
             if self.limits.queue_timeout is not None:
                 latest = request.arrival + self.limits.queue_timeout
                 request.deadline = min(request.deadline or latest, latest)
-            processor = OutputProcessor(self.model.tokenizer, request.params, index=request.index)
+            processor = OutputProcessor(
+                self.model.tokenizer,
+                request.params,
+                index=request.index,
+                prompt_token_ids=prompt_token_ids,
+                stops=stops,
+            )
             sequence = Sequence(request, stream, processor, Timings(request.arrival))
             self._open[request.request_id] = stream.open[request.request_id] = sequence
             if len(self._open) == 1:
@@ -277,7 +286,8 @@ class EngineClient:
         raise Overloaded(f"The queue is full: {text} (--{flag}).", self._throughput.seconds_for(queued), reason)
 
     def _send(self, message: ToEngine) -> None:
-        self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # there is no engine at the other end: `_outlive` will tell
+            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def _read(self) -> None:
         while True:

@@ -105,7 +105,7 @@ class LLM:
             results.append(result)
             for request in admit(ids, each, Envelope(request_id=f"offline-{self._next_id}"), self.info):
                 requests.append(request)
-                processor = OutputProcessor(self.tokenizer, request.params, index=request.index)
+                processor = OutputProcessor(self.tokenizer, request.params, index=request.index, prompt_token_ids=ids)
                 waiting[request.request_id] = (processor, result)
         for request in requests:
             self._core.add(request)

@@ -13,6 +13,7 @@ def take_tokens(request: Request, row: RowResult, now: float) -> TokenOutput:
     with 'length' at `max_total` tokens.
     """
     token_ids, new = request.token_ids, row.token_ids
+    assert new, f"a row of {request.request_id} brought neither a token nor an error"
     first = len(token_ids) == request.num_prompt
     earliest_stop = request.num_prompt + request.params.min_tokens
     reason: FinishReason | None = None

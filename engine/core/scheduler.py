@@ -189,13 +189,20 @@ class Scheduler:
         wanted = 0
         for other in islice(self.waiting, MAX_EXAMINED if self._slots.num_free else 0):
             match = self.kv.fitting_match(other, self._num_reserved)
-            if match is not None:
-                remaining = len(other.token_ids) - match.num_tokens
-                if other.order < request.order:
-                    wanted = min(wanted + remaining, limit)
-                elif wanted + remaining <= limit:
-                    wanted += remaining
+            if match is None:
+                if self._may_not_be_overtaken(other):
+                    break
+                continue
+            remaining = len(other.token_ids) - match.num_tokens
+            if other.order < request.order:
+                wanted = min(wanted + remaining, limit)
+            elif wanted + remaining <= limit:
+                wanted += remaining
         return wanted
+
+    def _may_not_be_overtaken(self, request: Request) -> bool:
+        """A preempted request is a sign of too many newcomers already; any other has let its number pass."""
+        return request.num_preemptions > 0 or request.passed_over >= self.limits.max_passed_over
 
     def _plan_waiting(self, draft: Draft, budget: int, now: float) -> None:
         """Admits who fits, in order. Who does not may be overtaken: not for ever, and not after a preemption."""
@@ -209,10 +216,10 @@ class Scheduler:
                 break
             match = kv.fitting_match(request, self._num_reserved)
             if match is None:
-                exhausted = request.num_preemptions > 0 or request.passed_over >= self.limits.max_passed_over
-                self._note_wait(request, "reserved" if exhausted else "no_pages")
-                if exhausted:
+                if self._may_not_be_overtaken(request):
+                    self._note_wait(request, "reserved")
                     break
+                self._note_wait(request, "no_pages")
                 passed.append(request)
                 place += 1
                 continue
@@ -317,7 +324,7 @@ class Scheduler:
                     kv.publish_tail(request, plan.step)
                     for sibling in self._groups.prompt_computed(request):
                         self.waiting.add(sibling)
-            if row is not None and row.token_ids:
+            if row is not None:
                 output = take_tokens(request, row, now)
                 outputs.append(output)
                 self.counters.generated_tokens_total += len(output.token_ids)

@@ -17,8 +17,9 @@
 //     prepare(pages, head, start, tile)   copies what it cannot use where it lies, and points the tile at the copies
 //     score(panel, head, tile, ahead, to)
 //                                         scores [rows, TILE] of one key/value head of the panel
-//     add(panel, start, first, tile, ahead, weights, rescale, values)
-//                                         values = values x rescale + weights x V, for the head's rows from `first` on
+//     add(panel, start, first, last, tile, ahead, weights, rescale, values)
+//                                         values = values x rescale + weights x V, for rows [first, last) of the head:
+//                                         blocks of BLOCK rows, the last block first, while others' weights are made
 //
 // `ahead`, if any, is a tile to prefetch, its K in score, its V in add, spread over the work: the hardware does not follow
 // a block table, and prefetches in a row only wait for each other.
@@ -272,40 +273,64 @@ class Worker {
                 const Sums rows = total.from_row(head * panel.rows);
                 engine.prepare(pages, head, start, mine);
                 engine.score(panel, head, mine, streaming ? &ahead : nullptr, scores);
-                weigh(panel, start, first, rows);
-                engine.add(panel, start, first, mine, streaming ? &ahead : nullptr, weights, rescale, rows.values);
+                int last = panel.rows, block = block_start(first, last);
+                weigh(panel, start, block, last, rows);
+                while (block > first) {
+                    const int next_block = block_start(first, block);
+                    weigh(panel, start, next_block, block, rows);
+                    engine.add(panel, start, block, last, mine, nullptr, weights, rescale, rows.values);
+                    last = block, block = next_block;
+                }
+                engine.add(panel, start, block, last, mine, streaming ? &ahead : nullptr, weights, rescale, rows.values);
             }
             tile = next;
             next = after;
         }
     }
 
-    // Scores to weights for the rows that see the tile: new maxima, factors to rescale by, and sums of weights.
-    void weigh(const Panel &panel, int64_t start, int first, const Sums &rows) {
+    // Where the last block of rows [first, last) starts; the first block may be a short one.
+    static int block_start(int first, int last) { return (last - 1 - first) / Engine::BLOCK * Engine::BLOCK + first; }
+
+    void weigh(const Panel &panel, int64_t start, int first, int last, const Sums &rows) {
+        start + TILE <= panel.seen ? weigh<true>(panel, start, first, last, rows)
+                                   : weigh<false>(panel, start, first, last, rows);
+    }
+
+    // Scores to weights for rows [first, last) of a head: new maxima, factors to rescale by, and sums of weights. WHOLE:
+    // the rows see all of the tile.
+    template <bool WHOLE>
+    void weigh(const Panel &panel, int64_t start, int first, int last, const Sums &rows) {
         const Vec scale = splat(call.scale * 1.44269504f);
-        for (int r = first; r < panel.rows; r++) {
-            const int tokens = panel.seen_in_tile(r, start);
-            Vec top = splat(-INFINITY);
-            for (int g = 0; g < GROUPS; g++) {
-                float *score = scores + r * TILE + g * W;
-                const Vec scaled = keep_first(mul(load(score), scale), tokens - g * W);
-                store(score, scaled);
-                top = max(top, scaled);
+        for (int r = first; r < last; r += 4) {
+            Vec top[4];
+            for (int i = 0; i < 4; i++) {
+                const int row = least(r + i, last - 1);
+                float *score = scores + row * TILE;
+                if (!WHOLE) hide(score, panel.seen_in_tile(row, start));
+                top[i] = load(score);
+                for (int g = 1; g < GROUPS; g++) top[i] = max(top[i], load(score + g * W));
             }
-            next_max[r] = larger(rows.maximum[r], max_of(top));
+            max_of_each(top, next_max + r);
         }
-        for (int r = first / W * W; r < panel.rows; r += W)  // rows before `first` get numbers that nobody reads
-            store(rescale + r, exp2_negative(sub(load(rows.maximum + r), load(next_max + r))));
-        for (int r = first; r < panel.rows; r++) {
-            const Vec top = splat(next_max[r]);
+        for (int r = first; r < last; r += W) {  // rows from `last` on get numbers that nobody reads
+            const Vec old_max = load(rows.maximum + r), new_max = max(old_max, mul(load(next_max + r), scale));
+            store(rescale + r, exp2_negative(sub(old_max, new_max)));
+            store(next_max + r, new_max);
+        }
+        for (int r = first; r < last; r++) {
+            const Vec top = splat(-next_max[r]);
             Vec weight[GROUPS];
-            for (int g = 0; g < GROUPS; g++) weight[g] = exp2_negative(sub(load(scores + r * TILE + g * W), top));
+            for (int g = 0; g < GROUPS; g++) weight[g] = exp2_negative(fma(load(scores + r * TILE + g * W), scale, top));
             F::pack(weights + r * Tile<F>::V_ROWS, weight);
             Vec sum = weight[0];
             for (int g = 1; g < GROUPS; g++) sum = add(sum, weight[g]);
             store(rows.weight + r * W, fma(load(rows.weight + r * W), splat(rescale[r]), sum));
             rows.maximum[r] = next_max[r];
         }
+    }
+
+    static void hide(float *score, int tokens_seen) {
+        for (int g = 0; g < GROUPS; g++) store(score + g * W, keep_first(load(score + g * W), tokens_seen - g * W));
     }
 };
 

@@ -7,8 +7,8 @@
 namespace {
 
 class AmxEngine {
-    static constexpr int ROWS = 16, STEP = 32;       // of a tile register: rows, bf16 numbers in one
-    enum { C0, C1, C2, C3, A, B0, B1 };              // tile registers
+    static constexpr int ROWS = 16, STEP = 32;  // of a tile register: rows, bf16 numbers in one
+    enum { C0, C1, C2, C3, A, B0, B1 };    // tile registers
 
     const AttentionCall &call;
     const int64_t dims, width, units;  // of a row: dims rounded up to whole steps, to whole vectors; dim units
@@ -19,6 +19,7 @@ class AmxEngine {
 
   public:
     using Format = Bf16;
+    static constexpr int BLOCK = 16;
 
     static int64_t floats(const AttentionCall &call, int rows) {
         const int64_t dims = round_up(call.head_dim, STEP), width = round_up(call.head_dim, W);
@@ -72,22 +73,22 @@ class AmxEngine {
         }
     }
 
-    void add(const Panel &panel, int64_t start, int first, const Tile<Bf16> &tile, const Tile<Bf16> *ahead,
+    void add(const Panel &panel, int64_t start, int first, int last, const Tile<Bf16> &tile, const Tile<Bf16> *ahead,
              const uint32_t *weights, const float *rescale, float *values) {
         if (ahead)
             for (const uint32_t *v : ahead->v)
                 for (int64_t d = 0; d < call.head_dim; d += W) prefetch(v + d);
         const int tokens = panel.seen_in_tile(first, start);
         if (tokens == panel.seen_in_tile(panel.rows - 1, start) || all_finite(tile, tokens)) {
-            add_rows(tile, first, panel.rows, weights, rescale, values);
+            add_rows(tile, first, last, weights, rescale, values);
             return;
         }
-        // 0 x inf would reach rows that do not see it: token by token, the last one first, each without what it does not see.
+        // 0 x inf would reach rows that do not see it: row by row, the last one first, each without what it does not see.
         Tile<Bf16> copy = tile;
         if (copy.v[0] != v_copy) copy_v(TILE, copy);
-        for (int r = panel.rows - panel.heads; r >= first; r -= panel.heads) {
+        for (int r = last - 1; r >= first; r--) {
             clear_v(panel.seen_in_tile(r, start));
-            add_rows(copy, r, r + panel.heads, weights, rescale, values);
+            add_rows(copy, r, r + 1, weights, rescale, values);
         }
     }
 

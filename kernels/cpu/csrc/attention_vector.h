@@ -100,6 +100,7 @@ class VectorEngine {
 
   public:
     using Format = F;
+    static constexpr int BLOCK = PANEL_ROWS;
 
     static int64_t floats(const AttentionCall &call, int rows) {
         return Scratch::size<uint32_t>(rows * call.head_dim) + Scratch::size<uint32_t>(TILE * call.head_dim) +
@@ -137,13 +138,13 @@ class VectorEngine {
             Unrolled<F>::score(least(QK_ROWS, rows - r))(q + (head * rows + r) * units, tile, ahead, units, to + r * TILE);
     }
 
-    void add(const Panel &panel, int64_t start, int first, const Tile<F> &tile, const Tile<F> *ahead,
+    void add(const Panel &panel, int64_t start, int first, int last, const Tile<F> &tile, const Tile<F> *ahead,
              const uint32_t *weights, const float *rescale, float *values) const {
         if (start + TILE <= panel.seen) {
-            add_rows(tile, ahead, TILE, 0, panel.rows, weights, rescale, values);
+            add_rows(tile, ahead, TILE, first, last, weights, rescale, values);
             return;
         }
-        for (int r = first; r < panel.rows; r += panel.heads)
+        for (int r = first; r < last; r += panel.heads)
             add_rows(tile, ahead, panel.seen_in_tile(r, start), r, r + panel.heads, weights, rescale, values);
     }
 

@@ -40,11 +40,17 @@ inline Vec keep_first(Vec v, int n) {
     if (n >= W) return v;
     return _mm512_mask_mov_ps(splat(-INFINITY), n <= 0 ? 0 : (1u << n) - 1, v);
 }
-inline Vec round_even(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// 2 to the power of a whole number in [-127, 127]; 0 for -127.
-inline Vec exp2_whole(Vec v) {
-    return as_floats(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(127)), 23));
+// to[i] = the largest lane of v[i].
+inline void max_of_each(const Vec (&v)[4], float *to) {
+    const Vec ab = max(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const Vec cd = max(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const __m512d ab2 = _mm512_castps_pd(ab), cd2 = _mm512_castps_pd(cd);
+    Vec abcd = max(_mm512_castpd_ps(_mm512_unpacklo_pd(ab2, cd2)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab2, cd2)));
+    abcd = max(abcd, _mm512_shuffle_f32x4(abcd, abcd, 0x4e));
+    abcd = max(abcd, _mm512_shuffle_f32x4(abcd, abcd, 0xb1));
+    _mm_storeu_ps(to, _mm512_castps512_ps128(abcd));
 }
+inline Vec shift_up_23(Vec v) { return as_floats(_mm512_slli_epi32(_mm512_castps_si512(v), 23)); }
 
 #elif defined(__AVX2__)
 
@@ -76,10 +82,10 @@ inline Vec keep_first(Vec v, int n) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_blendv_ps(splat(-INFINITY), v, as_floats(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes)));
 }
-inline Vec round_even(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec exp2_whole(Vec v) {
-    return as_floats(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(v), _mm256_set1_epi32(127)), 23));
+inline void max_of_each(const Vec (&v)[4], float *to) {
+    for (int i = 0; i < 4; i++) to[i] = max_of(v[i]);
 }
+inline Vec shift_up_23(Vec v) { return as_floats(_mm256_slli_epi32(_mm256_castps_si256(v), 23)); }
 
 #else
 
@@ -118,12 +124,10 @@ inline Vec as_floats(Units u) { return (Vec)u; }
 inline Units and_units(Units a, Units b) { return a & b; }
 inline Units shift_up_16(Units u) { return u << 16; }
 inline Vec keep_first(Vec v, int n) { return select(Ints{0, 1, 2, 3} < Ints{n, n, n, n}, v, splat(-INFINITY)); }
-// Adding and taking away 1.5 x 2^23 leaves no fraction bits; for |v| < 2^22.
-inline Vec round_even(Vec v) { return v + splat(12582912.0f) - splat(12582912.0f); }
-inline Vec exp2_whole(Vec v) {
-    const Ints n = (Ints)(v + splat(12582912.0f)) - 0x4b400000;
-    return (Vec)((n + 127) << 23);
+inline void max_of_each(const Vec (&v)[4], float *to) {
+    for (int i = 0; i < 4; i++) to[i] = max_of(v[i]);
 }
+inline Vec shift_up_23(Vec v) { return (Vec)((Units)v << 23); }
 
 #endif
 
@@ -140,12 +144,13 @@ inline float sum_of(Vec v) {
     return sum;
 }
 
-// 2^x for x <= 0, within 1 ulp; exactly 1 at 0, 0 below -126.5 (for -inf too), NaN for NaN. The polynomial is the minimax
-// one of degree 6 on [-0.5, 0.5] among those that are 1 at 0.
+// 2^x for x <= 0 (and up to 127), within 1 ulp; exactly 1 at 0, 0 below -126.5 (for -inf too), NaN for NaN. The polynomial
+// is the minimax one of degree 6 on [-0.5, 0.5] among those that are 1 at 0.
 inline Vec exp2_negative(Vec x) {
+    const Vec magic = splat(0x1.8p23f + 127);  // a float of this size has no fraction bits, and its low bits are n + 127
     x = max(splat(-127.0f), x);
-    const Vec whole = round_even(x);
-    const Vec f = sub(x, whole);
+    const Vec shifted = add(x, magic);
+    const Vec f = sub(x, sub(shifted, magic));
     Vec p = splat(0x1.41fbbcp-13f);
     p = fma(p, f, splat(0x1.5f3e54p-10f));
     p = fma(p, f, splat(0x1.3b2d4cp-7f));
@@ -153,7 +158,7 @@ inline Vec exp2_negative(Vec x) {
     p = fma(p, f, splat(0x1.ebfbdcp-3f));
     p = fma(p, f, splat(0x1.62e43p-1f));
     p = fma(p, f, splat(1.0f));
-    return mul(p, exp2_whole(whole));
+    return mul(p, shift_up_23(shifted));
 }
 
 inline uint16_t to_bf16(float x) {

@@ -359,6 +359,19 @@ def test_a34_overtaking_is_bounded(limit: int):
         harness.assert_sequential(request_id)
 
 
+def test_a_reserved_head_of_the_queue_does_not_slow_a_long_prompt():
+    """Nobody may be admitted behind it, so nothing is kept for riders."""
+    harness = Harness(40, 4, max_passed_over=0, prefix_caching=False, max_num_batched_tokens=16)
+    harness.executor.keep_log = True
+    harness.add("long", prompt(120), greedy(1))
+    harness.step()
+    harness.add("big", prompt(120, 500), greedy(1))
+    harness.add("small", prompt(4, 900), greedy(1))
+    harness.step()
+    assert last(harness).num_tokens == [16]
+    harness.run()
+
+
 # -------------------------------------------------------------------- ends
 def test_a_queued_request_past_its_deadline_fails_with_words():
     harness = Harness(max_num_seqs=1)

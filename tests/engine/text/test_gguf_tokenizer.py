@@ -141,9 +141,9 @@ def test_merges_of_equal_score_are_ordered_as_in_transformers(transformers: Any)
 
 def test_llama3_takes_a_whole_word_of_its_vocabulary(tmp_path: Path) -> None:
     """tiktoken looks a word up before it merges: also one that no merge leads to."""
-    tokens = ["h", "i", "hi", "<|end|>"]
+    tokens = ["h", "i", "hi", "hh"]
     for pre, ids in (("llama-bpe", [2]), ("gpt-2", [0, 1])):
-        path = write_gguf(tmp_path / f"{pre}.gguf", "gpt2", tokens, [1, 1, 1, 3], pre=pre, merges=[], eos_token_id=3)
+        path = write_gguf(tmp_path / f"{pre}.gguf", "gpt2", tokens, [1] * 4, pre=pre, merges=["h h"])
         assert read_gguf(path).backend.encode("hi").ids == ids
 
 
