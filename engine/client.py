@@ -227,7 +227,8 @@ class EngineClient:
         """State of the pool and its latest events, from the engine itself."""
         self._require_ready(draining=True)
         self._next_query += 1
-        future = self._reports[self._next_query] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[KVReport] = asyncio.get_running_loop().create_future()
+        self._reports[self._next_query] = future
         self._send(KVReportQuery(self._next_query, num_events, tenant))
         return await future
 

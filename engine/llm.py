@@ -66,8 +66,7 @@ class LLM:
 
         Raises `InvalidRequest` before anything runs, `RequestFailed` where a sequence fails.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
+        batch = _as_batch(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts need as many sampling params, or one; got {len(each)}")
@@ -133,6 +132,14 @@ class LLM:
             del waiting[output.request_id]
             if processor.must_abort:
                 self._core.abort([output.request_id], "stop")
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt may be given bare: a text, or a list of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [item for item in prompts if isinstance(item, int)]
+    return [ids] if ids else [item for item in prompts if not isinstance(item, int)]
 
 
 def _append(choice: CompletionOutput, delta: TextDelta) -> None:

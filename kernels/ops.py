@@ -73,16 +73,19 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     return gated
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-    """weight: [N, K], bias: [N] or None, one dtype. Lays the weight out once, at load."""
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> PackedLinear:
+    """weight: [N, K], bias: [N] or None, one dtype. Lays the weight out once, at load.
+
+    gated: [2 N, K], the gates first; the layer is `silu_mul` of its N gates and N others, in the same bits.
+    """
     assert weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]), weight.shape
     assert bias is None or bias.dtype == weight.dtype, bias.dtype
-    packed: PackedLinear = _serve("pack_linear", weight)(weight, bias)
+    packed: PackedLinear = _serve("pack_linear", weight)(weight, bias, gated)
     return packed
 
 
 def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """x: [T, K] -> x @ weight.T + bias: [T, N], dtype of x, which is the weight's."""
+    """x: [T, K] -> x @ weight.T + bias: [T, N], dtype of x, which is the weight's; gated if the weight is."""
     assert x.dim() == 2 and x.shape[1] == packed.in_features, (x.shape, packed.in_features)
     return packed(x)
 
@@ -120,14 +123,14 @@ def paged_attention(
     [B + 1], rows [query_start[b], query_start[b + 1]) are the last ones of sequence b; seq_lens: int32 [B], context
     length including these rows. Row i of n sees the first seq_len - n + i + 1 tokens; slots beyond contribute nothing,
     whatever they hold. q: any row stride, heads and dims dense, dtype of the layer's format. Hq is a multiple of Hkv;
-    query heads [h * Hq / Hkv, (h + 1) * Hq / Hkv) read key/value head h.
+    query heads [h * Hq / Hkv, (h + 1) * Hq / Hkv) read key/value head h. scale > 0 multiplies q . k.
     """
     kind = spec.layers[layer]
     assert q.dim() == 3 and q.shape[2] == kind.head_dim and q.shape[1] % kind.kv_heads == 0, (q.shape, kind)
     assert q.dtype == KV_DTYPES[kind.format] and _rows_dense(q), (q.dtype, kind.format, q.stride())
     assert block_tables.dim() == 2 and block_tables.dtype == query_start.dtype == seq_lens.dtype == torch.int32
     assert query_start.shape[0] == seq_lens.shape[0] + 1 == block_tables.shape[0] + 1, (query_start, seq_lens)
-    assert block_tables.stride(1) == 1 and query_start.is_contiguous() and seq_lens.is_contiguous()
+    assert block_tables.stride(1) == 1 and query_start.is_contiguous() and seq_lens.is_contiguous() and scale > 0
     _assert_pool(pool, spec)
     serve = _serve("paged_attention", q)
     out: torch.Tensor = serve(q, pool, spec, layer, block_tables, query_start, seq_lens, scale)
@@ -141,7 +144,7 @@ def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
 
 
 def _serve(op: str, tensor: torch.Tensor) -> Any:
-    return choose(op, tensor.device.type, tensor.dtype).function
+    return choose(op, "cpu" if tensor.is_cpu else tensor.device.type, tensor.dtype).function
 
 
 def _rows_dense(x: torch.Tensor) -> bool:

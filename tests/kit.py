@@ -323,6 +323,10 @@ class ScriptedServer:
         eventually(lambda: self._steps() > before or or_else())
         self.call(_settle)
 
+    def step_until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self.step()
+
     def _steps(self) -> int:
         assert self.context.client is not None
         return self.context.client.stats.steps_total
@@ -400,9 +404,11 @@ class ScriptedServer:
         return self.metrics().get((name, *(f"{key}={value}" for key, value in sorted(labels.items()))), 0.0)
 
     def wait_running(self, running: int, waiting: int = 0) -> None:
+        """As the engine says after it has received all that was sent to it."""
         assert self.context.client is not None
         client = self.context.client
-        eventually(lambda: (client.stats.running, client.stats.waiting) == (running, waiting))
+        expected = (running, waiting, client._sent)
+        eventually(lambda: (client.stats.running, client.stats.waiting, client.stats.received_total) == expected)
 
     def assert_idle(self) -> None:
         """Nothing runs, nothing waits, no page is held, and the server is well."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels import ops
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
 from kernels.registry import Accepted, Candidate, Refused
@@ -34,7 +35,7 @@ _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 class LinearWeight(ctypes.Structure):
     """Mirror of the struct in `csrc/linear.h`."""
 
-    _fields_ = (("units", _PTR), ("bias", _PTR), ("n", _I64), ("k", _I64), ("depth", _I64))
+    _fields_ = (("units", _PTR), ("bias", _PTR), ("n", _I64), ("k", _I64), ("depth", _I64), ("gated", _I64))
 
 
 class WeightMemory:
@@ -89,24 +90,35 @@ class NativePacker:
         self._entry = native.function(f"linear_{ending}", (_PTR, _PTR, _I64, _I64, _PTR, _I64), ctypes.c_int32)
         self._memory = WeightMemory()
 
-    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        (n, k), itemsize = weight.shape, weight.itemsize
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> NativeLinear:
+        outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+        if gated:
+            weight, bias = side_by_side(weight), None if bias is None else side_by_side(bias)
+        elif weight.stride(1) != 1:
+            weight = weight.contiguous()
+        (columns, k), itemsize = weight.shape, weight.itemsize
         depth = k if itemsize == 4 else _align(k, 32) // 2
-        outputs = _align(n, BLOCK)
-        units = self._memory.take(outputs * depth * 4)
+        units = self._memory.take(_align(columns, BLOCK) * depth * 4)
         # fmt: off
         self._pack(
-            weight.data_ptr(), weight.stride(0) * itemsize, itemsize, n, k, depth, units.data_ptr(),
+            weight.data_ptr(), weight.stride(0) * itemsize, itemsize, columns, k, depth, units.data_ptr(),
             torch.get_num_threads(),
         )
         # fmt: on
         wide = None
         if bias is not None:
-            wide = torch.zeros(outputs)
-            wide[:n] = bias
-        layout = LinearWeight(units.data_ptr(), None if wide is None else wide.data_ptr(), n, k, depth)
+            wide = torch.zeros(_align(columns, BLOCK))
+            wide[:columns] = bias
+        layout = LinearWeight(units.data_ptr(), None if wide is None else wide.data_ptr(), outputs, k, depth, gated)
         return NativeLinear(self._entry, units, wide, layout)
+
+
+def side_by_side(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of gates, then rows of what they gate -> blocks of 16 gates and their 16 others; zeros to fill the last."""
+    n, rest = rows.shape[0] // 2, rows.shape[1:]
+    halves = rows.new_zeros((2, _align(n, BLOCK // 2), *rest))
+    halves[:, :n] = rows.reshape(2, n, *rest)
+    return halves.view(2, -1, BLOCK // 2, *rest).transpose(0, 1).reshape(-1, *rest)
 
 
 @dataclass(frozen=True)
@@ -115,21 +127,22 @@ class OneDnnLinear:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    gated: bool
     in_features: int
     out_features: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features] -> [T, out_features]. A single row would take another path than several do."""
-        if x.shape[0] == 1:
-            return self._multiply(x.expand(2, -1).contiguous())[:1]
-        return self._multiply(x.contiguous())
+        rows = x.shape[0]
+        out = self._multiply(x.expand(2, -1).contiguous() if rows == 1 else x.contiguous())[:rows]
+        return ops.silu_mul(out) if self.gated else out
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return out
 
 
-def pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> OneDnnLinear:
+def pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> OneDnnLinear:
     """`pack_linear` by oneDNN."""
     n, k = weight.shape
     if weight.dtype is torch.bfloat16:
@@ -137,7 +150,7 @@ def pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None) -> OneDn
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 256)
     else:
         packed = weight.contiguous().to_mkldnn()
-    return OneDnnLinear(packed, bias, k, n)
+    return OneDnnLinear(packed, bias, gated, k, n // 2 if gated else n)
 
 
 def keep_onednn_from_amx() -> None:

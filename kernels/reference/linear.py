@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kernels.reference.elementwise import silu_mul
+
 
 @dataclass(frozen=True)
 class TorchLinear:
@@ -12,6 +14,7 @@ class TorchLinear:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    gated: bool
 
     @property
     def in_features(self) -> int:
@@ -19,11 +22,12 @@ class TorchLinear:
 
     @property
     def out_features(self) -> int:
-        return self.weight.shape[0]
+        return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        out = functional.linear(x, self.weight, self.bias)
+        return silu_mul(out) if self.gated else out
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> TorchLinear:
-    return TorchLinear(weight, bias)
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> TorchLinear:
+    return TorchLinear(weight, bias, gated)

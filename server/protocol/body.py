@@ -36,8 +36,10 @@ def _explain(details: list[Any]) -> InvalidRequest:
     first = details[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The request body is not valid JSON: {_plain(first['msg'])}.", None, "invalid_json")
-    param = _path(first["loc"])
-    # The members of a union fail one by one: what each of them would have taken belongs into one sentence.
+    # The members of a union fail one by one. The one that got furthest is what the client meant; what several at the
+    # same place would have taken belongs into one sentence.
+    of_field = [detail for detail in details if detail["loc"][:1] == first["loc"][:1]]
+    param = max((_path(detail["loc"]) for detail in of_field), key=lambda path: path.count("."))
     reasons = dict.fromkeys(_plain(detail["msg"]) for detail in details if _path(detail["loc"]) == param)
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     subject = f"{param}: " if param else ""

@@ -1,6 +1,7 @@
 """Compiling and loading the native library."""
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -163,6 +164,23 @@ def test_one_openmp_runtime_and_one_pool():
         torch.set_num_threads(before)
     maps = Path("/proc/self/maps").read_text()
     assert len(set(re.findall(r"\S*/lib(?:gomp|iomp5|omp)\S*", maps))) == 1
+
+
+@needs_library
+def test_a_runtime_that_grants_fewer_threads_leaves_no_work_undone():
+    script = (
+        "import sys, torch; sys.path.insert(0, 'tests'); from paged import make_paged;"
+        "from kernels import reference; from kernels.cpu import attention, library; torch.set_num_threads(4);"
+        "paged = make_paged([3000]); expected = torch.zeros_like(paged.pool); pool = expected.clone();"
+        "tokens = torch.arange(3000); slots = paged.tables[0].long()[tokens // 16] * 16 + tokens % 16;"
+        "arguments = paged.spec, 0, slots; reference.store_kv(paged.k[0], paged.v[0], expected, *arguments);"
+        "attention.native_store(library.load())(paged.k[0], paged.v[0], pool, *arguments);"
+        "print(torch.equal(pool, expected))"
+    )
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "2"}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout == "True\n"
 
 
 @needs_library

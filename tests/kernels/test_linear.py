@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import ops
-from kernels.cpu import library
+from kernels.cpu import elementwise, library
+from kernels.cpu.library import ISA_TITLES
 from kernels.cpu.linear import ISAS, NativePacker, OneDnnLinear, WeightMemory, pack_onednn
 from kernels.cpu.offers import KINDS
-from kernels.reference.linear import TorchLinear
-from kernels.registry import choose
+from kernels.reference import linear as reference
+from kernels.registry import Accepted, choose
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [(1536, 576), (64, 300), (33, 70), (2048, 64), (1, 1)]
@@ -37,6 +38,15 @@ def packer(dtype: torch.dtype, isa: str) -> NativePacker:
     if reason := native.refusal(f"linear_{KINDS[dtype]}", isa):
         pytest.skip(reason)
     return NativePacker(native, f"{KINDS[dtype]}_{isa}")
+
+
+def silu_mul(dtype: torch.dtype, isa: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As compiled for `isa`; for AMX, which it has no use for, as for the set below."""
+    isa = "avx512bf16" if isa == "amx" else isa
+    [candidate] = [c for c in elementwise.CANDIDATES if c.op == "silu_mul" and c.name == f"C++ {ISA_TITLES[isa]}"]
+    offer = candidate.offer("cpu", dtype)
+    assert isinstance(offer, Accepted)
+    return offer.function
 
 
 def tensors(k: int, n: int, dtype: torch.dtype, rows: int = 300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,6 +94,20 @@ def test_rows_are_the_same_bits_in_any_company(dtype: torch.dtype, isa: str, k: 
             start = rows * 37 % (301 - rows)
             out = packed(x[start : start + rows])
             assert torch.equal(out, together[start : start + rows]), (threads, rows)
+
+
+@pytest.mark.parametrize(("dtype", "isa"), VARIANTS, ids=str)
+@pytest.mark.parametrize("n", [48, 50, 5, 1])
+def test_gated_is_linear_and_silu_mul_in_the_same_bits(dtype: torch.dtype, isa: str, n: int) -> None:
+    x, weight, bias = tensors(96, 2 * n, dtype, 70)
+    pack = packer(dtype, isa)
+    gate = silu_mul(dtype, isa)
+    for some_bias in (None, bias):
+        gated, plain = pack(weight, some_bias, gated=True), pack(weight, some_bias)
+        assert (gated.in_features, gated.out_features) == (96, n)
+        expected = gate(plain(x))
+        for rows in (1, 15, 16, 17, 33, 70):
+            assert torch.equal(gated(x[:rows]), expected[:rows]), rows
 
 
 def test_rows_keep_their_bits_when_shuffled() -> None:
@@ -150,11 +174,13 @@ ONEDNN = """
 import torch
 from kernels.cpu.exactness import probe
 from kernels.cpu.linear import pack_onednn
+from kernels.ops import silu_mul
 dtype = getattr(torch, {dtype!r})
 for k, n in ((576, 960), (1536, 576)):
     weight, bias = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
     packed = pack_onednn(weight, bias)
     x = torch.randn(33, k).to(dtype)
+    assert torch.equal(pack_onednn(weight, bias, gated=True)(x), silu_mul(packed(x)))
     torch.testing.assert_close(packed(x), torch.nn.functional.linear(x, weight, bias), atol=0.5, rtol=0.02)
     assert probe(packed, dtype) is None, probe(packed, dtype)
 """
@@ -170,11 +196,18 @@ def test_onednn_is_exact_too(dtype: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("dtype", list(ISAS))
+def test_reference_is_gated_too(dtype: torch.dtype) -> None:
+    x, weight, bias = tensors(64, 40, dtype, 5)
+    out = reference.pack_linear(weight, bias, gated=True)(x)
+    torch.testing.assert_close(out, ops.pack_linear(weight, bias, gated=True)(x), atol=0.02, rtol=0.02)
+
+
 def test_no_op_is_left_to_torch_where_the_library_is_there() -> None:
     if library.load() is None:
         pytest.skip("no native library")
     for dtype in ISAS:
         assert choose("pack_linear", "cpu", dtype).name.startswith("C++")
     packed = ops.pack_linear(torch.ones(2, 2))
-    assert not isinstance(packed, OneDnnLinear | TorchLinear)
+    assert not isinstance(packed, OneDnnLinear | reference.TorchLinear)
     assert isinstance(pack_onednn(torch.ones(2, 2)), OneDnnLinear)

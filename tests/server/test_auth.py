@@ -61,8 +61,9 @@ def test_a36_every_spelling(server: ScriptedServer):
 
 
 WRONG = [
-         "", "Bearer", "bearer wrong", "Basic x", "Bearer é", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Basic {KEY}",
-         f"Bearer {KEY} {OTHER}", f"Bearer{KEY}"]  # fmt: skip
+    *("", "Bearer", "bearer wrong", "Basic x", "Bearer é"),
+    *(KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Basic {KEY}", f"Bearer {KEY} {OTHER}", f"Bearer{KEY}"),
+]
 
 
 @pytest.mark.parametrize("header", WRONG)

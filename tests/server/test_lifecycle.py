@@ -29,12 +29,10 @@ def test_a03_a_client_that_goes_away_ends_its_work(start, stream: bool):
     for n in (1, 1, 3):
         server.executor.hold()
         with server.open_request("long", stream=stream, n=n):
-            server.step()
-            server.wait_running(n) if n == 1 else server.step()
-            if stream:
-                server.step()
+            server.step_until(lambda n=n: server.context.client.stats.running == n)
         server.executor.allow(None)
         server.assert_idle()
+    assert server.context.metrics.requests_finished == {"abort": 3}
     assert server.metric("octavo_requests_finished_total", reason="abort") == 3
     assert server.metric("vllm:request_success_total", finished_reason="abort") == 5
     assert server.metric("octavo_client_disconnects_total") == 3
@@ -57,9 +55,7 @@ def test_a03_in_the_queue_and_in_the_middle_of_a_prefill(start):
     server.executor.hold()
     with server.open_request("x" * 100 + "long"), server.open_request("long") as waiting:
         eventually(lambda: server.context.client.num_open == 2)
-        server.step()
-        server.step()
-        assert server.context.client.stats.waiting == 1
+        server.step_until(lambda: server.context.client.stats.waiting == 1)
         waiting.close()
         eventually(lambda: server.context.client.num_open == 1)
     eventually(lambda: server.context.client.num_open == 0)
@@ -200,8 +196,7 @@ def test_a33_a_bound_in_tokens(start):
         for number, prompt in enumerate(("x" * 60 + "long", "y" * 60 + "s1"), 1):
             requests.enter_context(server.open_request(prompt))
             eventually(lambda number=number: server.context.client.num_open == number)
-            server.step()
-            server.step()
+            server.step_until(lambda number=number: server.context.client.stats.received_total == number)
         refused = server.post_completion("z" * 60 + "s1")
         assert refused.status_code == 503 and "max-num-queued-tokens" in refused.json()["error"]["message"]
         server.executor.allow(None)

@@ -19,7 +19,6 @@ from engine.model.layers.embedding import Embedding, Head
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import RMSNorm
 from engine.model.layers.rotary import RotaryEmbedding
-from kernels import ops
 
 
 class LlamaAttention(nn.Module):
@@ -49,11 +48,11 @@ class LlamaMLP(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
-        self.gate_up = Linear(config.hidden_size, {"gate": size, "up": size}, bias, dtype)
+        self.gate_up = Linear(config.hidden_size, {"gate": size, "up": size}, bias, dtype, gated=True)
         self.down = Linear(size, {"": config.hidden_size}, bias, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(ops.silu_mul(self.gate_up(x)))
+        out: torch.Tensor = self.down(self.gate_up(x))
         return out
 
 

@@ -11,14 +11,18 @@ from kernels import ops
 class Linear(Loadable):
     """y = x W^T + b. Shards are row ranges of W in the order given; the weight is packed when the last one has come.
 
+    Gated: of two shards of one size, the first gates the second: y = silu(x G^T) * (x U^T).
+
     Until then the rows gather in a plain buffer, given up once packed: loading needs one such buffer beside the model.
     """
 
-    def __init__(self, in_features: int, shards: Mapping[str, int], bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_features: int, shards: Mapping[str, int], bias: bool, dtype: torch.dtype, gated: bool = False
+    ) -> None:
         """shards: name -> rows (output features)."""
         super().__init__()
         self.in_features, self.out_features = in_features, sum(shards.values())
-        self.has_bias, self.dtype = bias, dtype
+        self.has_bias, self.dtype, self.gated = bias, dtype, gated
         self._rows: dict[str, slice] = {}
         start = 0
         for name, size in shards.items():
@@ -40,7 +44,7 @@ class Linear(Loadable):
         self._gathered[part][self._rows[shard]].copy_(tensor)
         self._pending.remove((shard, part))
         if not self._pending:
-            self._packed = ops.pack_linear(self._gathered["weight"], self._gathered.get("bias"))
+            self._packed = ops.pack_linear(self._gathered["weight"], self._gathered.get("bias"), self.gated)
             self._gathered = {}
 
     @property
@@ -50,5 +54,5 @@ class Linear(Loadable):
         return self._packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, in_features] -> [T, out_features]"""
+        """x: [T, in_features] -> [T, out_features], half as many if gated"""
         return ops.linear(x, self.packed)

@@ -1,4 +1,4 @@
 #include "elementwise.h"
 
-ELEMENTWISE_ENTRIES(fp32, avx2, Fp32Vectors)
-ELEMENTWISE_ENTRIES(bf16, avx2, Bf16Vectors)
+ELEMENTWISE_ENTRIES(fp32, avx2, Fp32Numbers)
+ELEMENTWISE_ENTRIES(bf16, avx2, Bf16Numbers)

@@ -1,4 +1,4 @@
 #include "elementwise.h"
 
-ELEMENTWISE_ENTRIES(fp32, avx512, Fp32Vectors)
-ELEMENTWISE_ENTRIES(bf16, avx512, Bf16Vectors)
+ELEMENTWISE_ENTRIES(fp32, avx512, Fp32Numbers)
+ELEMENTWISE_ENTRIES(bf16, avx512, Bf16Numbers)

@@ -1,3 +1,3 @@
 #include "elementwise.h"
 
-ELEMENTWISE_ENTRIES(bf16, avx512bf16, Bf16Vectors)
+ELEMENTWISE_ENTRIES(bf16, avx512bf16, Bf16Numbers)

@@ -1,4 +1,4 @@
 #include "elementwise.h"
 
-ELEMENTWISE_ENTRIES(fp32, baseline, Fp32Vectors)
-ELEMENTWISE_ENTRIES(bf16, baseline, Bf16Vectors)
+ELEMENTWISE_ENTRIES(fp32, baseline, Fp32Numbers)
+ELEMENTWISE_ENTRIES(bf16, baseline, Bf16Numbers)

@@ -1,11 +1,12 @@
-// Linear layers: y = x W^T + b.
+// Linear layers: y = x W^T + b, or gated: y = silu(x G^T) x (x U^T).
 //
 // Every output is one chain: an accumulator that starts at 0 and takes the products of ascending input dims in order,
 // plus the bias, rounded once. Which rows share a loaded piece of the weight and which thread computes what is decided
 // below and changes nothing about that chain: a row's bits depend on the row and the weight only.
 //
-// Packed weight: [blocks of 32 outputs][depth][32 outputs] units of 32 bits (formats.h: one fp32 or a pair of bf16 input
-// dims), so that few rows stream it from memory in one direction. Outputs and input dims beyond n and k are zeros.
+// Packed weight: [blocks of 32 columns][depth][32 columns] units of 32 bits (formats.h: one fp32 or a pair of bf16
+// input dims), so that few rows stream it from memory in one direction. A column is an output; in a gated layer a block
+// has 16 columns of G and the same 16 of U. Columns and input dims beyond the last are zeros.
 
 #pragma once
 
@@ -16,19 +17,23 @@
 
 // A packed weight. Mirrored in kernels/cpu/linear.py.
 struct LinearWeight {
-    const uint32_t *units;  // [ceil(n / 32), depth, 32], 64-byte aligned
-    const float *bias;      // [ceil(n / 32) * 32] or null
+    const uint32_t *units;  // [blocks, depth, 32], 64-byte aligned
+    const float *bias;      // [blocks * 32] or null
     int64_t n, k;           // outputs, inputs
-    int64_t depth;          // units of one output, at least ceil(k / numbers in a unit); a multiple of 16 for bf16
+    int64_t depth;          // units of a column, at least ceil(k / numbers in a unit); a multiple of 16 for bf16
+    int64_t gated;          // 0 or 1
 };
 
 namespace {
 
-constexpr int BLOCK = 32;             // outputs of a block of the weight
-constexpr int64_t SMALL_SHARE = 1 << 15;  // units of weight and a row of work; less is not worth waking a thread
+constexpr int BLOCK = 32, HALF = BLOCK / 2;  // columns of a block of the weight
+constexpr int64_t SMALL_SHARE = 1 << 15;     // units of weight x panels of rows: less is not worth waking a thread
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+inline int64_t outputs_of_block(const LinearWeight &w) { return w.gated ? HALF : BLOCK; }
+inline int64_t blocks_of(const LinearWeight &w) { return divide_up(w.n, outputs_of_block(w)); }
 
 // Memory that a thread keeps from call to call.
 struct ThreadMemory {
@@ -48,7 +53,7 @@ struct ThreadMemory {
     }
 };
 
-// The rows and blocks of outputs that a thread computes.
+// The rows and blocks that a thread computes.
 struct Share {
     int64_t first_row, end_row, first_block, end_block;
 };
@@ -73,8 +78,7 @@ inline Share share_of(int thread, int threads, int64_t rows, int64_t blocks, int
 
 // As many of `threads` as have enough to do.
 inline int useful_threads(const LinearWeight &w, int64_t rows, int64_t threads) {
-    const int64_t blocks = divide_up(w.n, BLOCK);
-    const int64_t work = blocks * BLOCK * w.depth * divide_up(rows, 16);
+    const int64_t work = blocks_of(w) * BLOCK * w.depth * divide_up(rows, 16);
     return static_cast<int>(smaller(threads, 1 + work / SMALL_SHARE));
 }
 

@@ -1,17 +1,19 @@
-// Linear layers on AMX tiles (bf16): 32 rows x 32 outputs are summed up in four tile registers. A step takes in 32 input
-// dims: the tile multiply sums a step's even and its odd dims apart and adds both to the accumulator (Intel SDM, TDPBF16PS).
+// Linear layers on AMX tiles (bf16): 32 rows x 32 columns are summed up in four tile registers. A step takes in 32
+// input dims: the tile multiply sums a step's even and odd dims apart and adds both to the accumulator (Intel SDM,
+// TDPBF16PS).
 
 #include "amx.h"
 #include "linear.h"
+#include "numbers.h"
 
 namespace {
 
 constexpr int ROWS = 16, STEP = 32, UNITS = STEP / 2;  // of a tile: rows; bf16 numbers, units in one
 constexpr int TILE_BYTES = 1024;
 constexpr int PANEL = 2 * ROWS;
-constexpr int SUPER_PANELS = 8, SUPER_BYTES = 768 << 10;  // packed together, at most
+constexpr int SUPER_PANELS = 8, SUPER_BYTES = 768 << 10;  // packed together: about as much as the second cache keeps
 constexpr int CHUNK = 10;  // steps of a block that stay in the first cache while many panels pass by
-enum { C00, C01, C10, C11, A0, A1, B0, B1 };  // tile registers: C[half of the rows][half of the outputs]
+enum { C00, C01, C10, C11, A0, A1, B0, B1 };  // tile registers: C[half of the rows][half of the columns]
 
 // Sums of a panel and block: tiles C00, C01, C10, C11.
 struct Sums {
@@ -26,47 +28,62 @@ void configure(int upper, int lower) {
     __asm__ volatile("ldtilecfg %0" : : "m"(config));
 }
 
-// Rows of x -> A tiles [halves of panels][steps]: 16 rows of 32 numbers each. Missing rows and dims become zeros.
+// Rows of x -> A tiles [halves of panels][steps]: 16 rows of 32 numbers each. Missing dims become zeros; in the place
+// of missing rows stays what was there: their sums are never read.
 void pack_rows(const uint16_t *x, int64_t stride, int64_t rows, int64_t k, char *to) {
     const int64_t steps = divide_up(k, STEP);
     const __mmask32 rest = (1u << k % STEP) - 1;
-    for (int64_t row = 0; row < divide_up(rows, ROWS) * ROWS; row++) {
+    for (int64_t row = 0; row < rows; row++, x += stride) {
         char *tile = to + row / ROWS * steps * TILE_BYTES + row % ROWS * 64;
         for (int64_t step = 0; step < steps; step++) {
-            const __mmask32 there = row >= rows ? 0 : step < k / STEP ? ~0u : rest;
-            _mm512_store_si512(tile + step * TILE_BYTES, _mm512_maskz_loadu_epi16(there, x + row * stride + step * STEP));
+            const __m512i numbers = _mm512_maskz_loadu_epi16(step < k / STEP ? ~0u : rest, x + step * STEP);
+            _mm512_store_si512(tile + step * TILE_BYTES, numbers);
         }
     }
 }
 
-// Complete sums on their way to y: written a few rows at a time, while the tile unit is busy with the next ones.
+// Complete sums of a block on their way to y, a few rows at a time while the tile unit is busy with the next block.
 struct Pending {
-    const Sums *sums;
-    const float *bias;
+    const LinearWeight *w;
+    const Sums *sums;  // of each panel
+    int64_t block;
     uint16_t *y;
-    int64_t stride, rows, outputs, next;  // rows from `next` on are not written yet
+    int64_t rows, next;  // rows from `next` on are not written yet
 
-    void fetch() const {
-        for (int64_t row = 0; row < rows; row++) __builtin_prefetch(y + row * stride, 1);
+    void write(int64_t count) {
+        const int64_t end = smaller(next + count, rows);
+        if (next < end) w->gated ? write_rows<true>(end) : write_rows<false>(end);
     }
 
-    // The next `count` rows.
-    void write(int64_t count) {
-        const __mmask32 there = outputs >= BLOCK ? ~0u : (1u << outputs) - 1;
-        for (const int64_t end = smaller(next + count, rows); next < end; next++) {
-            const float *from = sums->tile[next / ROWS * 2] + next % ROWS * ROWS;
-            __m512 low = _mm512_load_ps(from), high = _mm512_load_ps(from + ROWS * ROWS);
-            if (bias) low = _mm512_add_ps(low, _mm512_loadu_ps(bias)), high = _mm512_add_ps(high, _mm512_loadu_ps(bias + ROWS));
-            _mm512_mask_storeu_epi16(y + next * stride, there, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  private:
+    template <bool GATED>
+    void write_rows(int64_t end) {
+        constexpr int64_t WIDTH = GATED ? HALF : BLOCK, AHEAD = 4;  // rows whose places in y are fetched in advance
+        const int64_t outputs = smaller(WIDTH, w->n - block * WIDTH);
+        const __mmask32 there = outputs == BLOCK ? ~0u : (1u << outputs) - 1;
+        const float *bias = w->bias ? w->bias + block * BLOCK : nullptr;
+        for (; next < end; next++) {
+            const float *from = sums[next / PANEL].tile[next % PANEL / ROWS * 2] + next % ROWS * ROWS;
+            Vec low = load(from), high = load(from + ROWS * ROWS);
+            if (bias) low = add(low, load(bias)), high = add(high, load(bias + HALF));
+            uint16_t *to = y + next * w->n + block * WIDTH;
+            __builtin_prefetch(to + AHEAD * w->n, 1);
+            if constexpr (GATED) {
+                const Vec v = gated<Bf16Numbers>(Bf16Numbers::rounded(low), Bf16Numbers::rounded(high));
+                _mm256_mask_storeu_epi16(to, static_cast<__mmask16>(there), Bf16Numbers::narrowed(v));
+            } else {
+                _mm512_mask_storeu_epi16(to, there, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+            }
         }
     }
 };
 
-// Takes in `steps` steps. a: A tiles of the upper half, `half` bytes before those of the lower one; b: units of the block.
-// `ahead`: what will be read next, of which `fetch` lines a step are fetched: to the first cache if NEAR, else the second.
+// Takes in `steps` steps. a: A tiles of the upper half, `half` bytes before those of the lower one; b: units of the
+// block. `ahead`: what will be read next, of which `fetch` lines a step are fetched, to the first cache if NEAR, else
+// to the second. `written` rows a step of `pending` are written.
 template <bool BOTH, bool NEAR>
-void multiply(const char *a, int64_t half, const uint32_t *b, int64_t steps, const char *ahead, int fetch, Pending &pending) {
-    const int64_t written = divide_up(PANEL, steps);
+void multiply(const char *a, int64_t half, const uint32_t *b, int64_t steps, const char *ahead, int fetch,
+              Pending &pending, int64_t written) {
     for (int64_t step = 0; step < steps; step++, a += TILE_BYTES, b += UNITS * BLOCK) {
         load_tile<A0>(a, 64);
         load_tile<B0>(b, BLOCK * 4);
@@ -104,67 +121,55 @@ void store_sums(Sums &to) {
     if constexpr (BOTH) store_tile<C10>(to.tile[2], 64), store_tile<C11>(to.tile[3], 64);
 }
 
-// One thread's rows and blocks of outputs.
+// One thread's rows and blocks.
 class Multiplier {
     static constexpr int64_t AHEAD = 8192;  // bytes that the weight is fetched in advance while one panel passes by
 
     const LinearWeight &w;
     const int64_t steps;         // of a block
     const int64_t super_panels;  // packed together: as many as leave room in the second cache
-    char *packed;         // A tiles of the rows at hand
-    Sums *sums;           // of each of their panels
+    char *packed;                // A tiles of the rows at hand
+    Sums *sums;                  // of two blocks and each panel
     Pending pending = {};
 
-    // Steps [first, end) of one panel and block. The last ones leave the sums pending.
+    // Steps [first, end) of one panel and block.
     template <bool BOTH, bool NEAR>
     void run(const char *a, const uint32_t *b, int64_t first, int64_t end, const char *ahead, int fetch, Sums &own) {
         if (first) load_sums<BOTH>(own);
         else zero_sums<BOTH>();
-        multiply<BOTH, NEAR>(a + first * TILE_BYTES, steps * TILE_BYTES, b, end - first, ahead, fetch, pending);
+        multiply<BOTH, NEAR>(a + first * TILE_BYTES, steps * TILE_BYTES, b, end - first, ahead, fetch, pending,
+                             divide_up(PANEL, steps));
         store_sums<BOTH>(own);
     }
 
-    Pending result(const Sums &own, int64_t block, uint16_t *y, int64_t rows) const {
-        const int64_t output = block * BLOCK;
-        return {&own, w.bias ? w.bias + output : nullptr, y + output, w.n, smaller(PANEL, rows), smaller(BLOCK, w.n - output), 0};
-    }
-
     // One panel: the weight passes by once.
-    void one_panel(int64_t rows, Share share, uint16_t *y) {
-        for (int64_t block = share.first_block; block < share.end_block; block++) {
-            const uint32_t *b = w.units + block * steps * UNITS * BLOCK;
-            const char *ahead = reinterpret_cast<const char *>(b) + AHEAD;
-            Sums &own = sums[block & 1];
-            if (rows > ROWS) run<true, true>(packed, b, 0, steps, ahead, 2 * ROWS, own);
-            else run<false, true>(packed, b, 0, steps, ahead, 2 * ROWS, own);
-            pending = result(own, block, y, rows);
-        }
+    void one_panel(int64_t block, bool both, Sums &own) {
+        const uint32_t *b = w.units + block * steps * UNITS * BLOCK;
+        const char *ahead = reinterpret_cast<const char *>(b) + AHEAD;
+        if (both) run<true, true>(packed, b, 0, steps, ahead, 2 * ROWS, own);
+        else run<false, true>(packed, b, 0, steps, ahead, 2 * ROWS, own);
     }
 
-    // Many panels: all pass by a chunk of a block, which stays in the first cache, while the next one is fetched.
-    void many_panels(int64_t rows, Share share, uint16_t *y) {
+    // Many panels: all pass by a chunk of the block, which stays in the first cache, while the next chunk is fetched.
+    void many_panels(int64_t block, int64_t rows, Sums *own) {
         const int64_t panels = divide_up(rows, PANEL), chunk = divide_up(steps, divide_up(steps, CHUNK));
         const int fetch = static_cast<int>(divide_up(2 * ROWS, panels));
-        for (int64_t block = share.first_block; block < share.end_block; block++)
-            for (int64_t first = 0; first < steps; first += chunk) {
-                const int64_t end = smaller(first + chunk, steps);
-                const uint32_t *b = w.units + (block * steps + first) * UNITS * BLOCK;
-                const char *ahead = reinterpret_cast<const char *>(b) + (end - first) * 2 * TILE_BYTES;
-                for (int64_t p = 0; p < panels; p++, ahead += (end - first) * fetch * 64) {
-                    const char *a = packed + 2 * p * steps * TILE_BYTES;
-                    const int64_t left = rows - p * PANEL;
-                    if (left > ROWS) run<true, false>(a, b, first, end, ahead, fetch, sums[p]);
-                    else run<false, false>(a, b, first, end, ahead, fetch, sums[p]);
-                    if (end < steps) continue;
-                    pending = result(sums[p], block, y + p * PANEL * w.n, left);
-                    pending.fetch();
-                }
+        for (int64_t first = 0; first < steps; first += chunk) {
+            const int64_t end = smaller(first + chunk, steps);
+            const uint32_t *b = w.units + (block * steps + first) * UNITS * BLOCK;
+            const char *ahead = reinterpret_cast<const char *>(b) + (end - first) * 2 * TILE_BYTES;
+            for (int64_t p = 0; p < panels; p++, ahead += (end - first) * fetch * 64) {
+                const char *a = packed + 2 * p * steps * TILE_BYTES;
+                if (rows - p * PANEL > ROWS) run<true, false>(a, b, first, end, ahead, fetch, own[p]);
+                else run<false, false>(a, b, first, end, ahead, fetch, own[p]);
             }
+        }
     }
 
   public:
     explicit Multiplier(const LinearWeight &w)
-        : w(w), steps(divide_up(w.k, STEP)), super_panels(smaller(SUPER_PANELS, 1 + SUPER_BYTES / (steps * 2 * TILE_BYTES))) {}
+        : w(w), steps(divide_up(w.k, STEP)),
+          super_panels(smaller(SUPER_PANELS, 1 + SUPER_BYTES / (steps * 2 * TILE_BYTES))) {}
 
     // False: no memory.
     bool multiply_share(const uint16_t *x, int64_t x_stride, uint16_t *y, Share share) {
@@ -172,17 +177,22 @@ class Multiplier {
         const int64_t all = share.end_row - share.first_row;
         if (all <= 0 || share.first_block == share.end_block) return true;
         const int64_t halves = divide_up(smaller(all, super_panels * PANEL), ROWS);
-        char *room = memory.reserve(sizeof(Sums) * SUPER_PANELS + halves * steps * TILE_BYTES);
+        char *room = memory.reserve(sizeof(Sums) * 2 * super_panels + halves * steps * TILE_BYTES);
         if (!room) return false;
         sums = reinterpret_cast<Sums *>(room);
-        packed = room + sizeof(Sums) * SUPER_PANELS;
+        packed = room + sizeof(Sums) * 2 * super_panels;
         configure(static_cast<int>(smaller(ROWS, all)), all > ROWS ? static_cast<int>(smaller(ROWS, all - ROWS)) : 1);
         for (int64_t row = share.first_row; row < share.end_row; row += super_panels * PANEL) {
             const int64_t rows = smaller(super_panels * PANEL, share.end_row - row);
             pack_rows(x + row * x_stride, x_stride, rows, w.k, packed);
-            if (rows <= PANEL) one_panel(rows, share, y + row * w.n);
-            else many_panels(rows, share, y + row * w.n);
-            pending.write(PANEL);
+            for (int64_t block = share.first_block; block < share.end_block; block++) {
+                Sums *own = sums + block % 2 * super_panels;
+                if (rows <= PANEL) one_panel(block, rows > ROWS, *own);
+                else many_panels(block, rows, own);
+                pending.write(rows);
+                pending = {&w, own, block, y + row * w.n, rows, 0};
+            }
+            pending.write(rows);
         }
         release_tiles();
         return true;
@@ -197,8 +207,9 @@ extern "C" int32_t octavo_linear_bf16_amx(const LinearWeight *w, const void *x, 
     const int threads = useful_threads(*w, rows, most_threads);
     bool failed = false;
     auto body = [&](int thread) {
-        const Share share = share_of(thread, threads, rows, divide_up(w->n, BLOCK), PANEL);
-        if (!Multiplier(*w).multiply_share(static_cast<const uint16_t *>(x), x_stride, static_cast<uint16_t *>(y), share))
+        const Share share = share_of(thread, threads, rows, blocks_of(*w), PANEL);
+        Multiplier multiplier(*w);
+        if (!multiplier.multiply_share(static_cast<const uint16_t *>(x), x_stride, static_cast<uint16_t *>(y), share))
             failed = true;
     };
     on_threads(threads, body);

@@ -1,4 +1,4 @@
 #include "linear_vector.h"
 
-LINEAR_ENTRY(octavo_linear_fp32_avx2, Fp32)
-LINEAR_ENTRY(octavo_linear_bf16_avx2, Bf16)
+LINEAR_ENTRY(octavo_linear_fp32_avx2, Fp32, Fp32Numbers)
+LINEAR_ENTRY(octavo_linear_bf16_avx2, Bf16, Bf16Numbers)

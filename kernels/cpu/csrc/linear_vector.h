@@ -4,6 +4,7 @@
 #pragma once
 
 #include "linear.h"
+#include "numbers.h"
 
 namespace {
 
@@ -31,13 +32,21 @@ struct Panel {
     }
 };
 
-inline void write_outputs(const float *sums, int outputs, float *y) { memcpy(y, sums, outputs * sizeof(float)); }
-inline void write_outputs(const float *sums, int outputs, uint16_t *y) {
-    for (int i = 0; i < outputs; i++) y[i] = to_bf16(sums[i]);
+// The sums of a row and block -> its outputs.
+template <class Numbers>
+void write_outputs(const LinearWeight &w, const float *sums, int64_t block, typename Numbers::Number *y) {
+    alignas(64) typename Numbers::Number numbers[BLOCK];
+    const int64_t most = outputs_of_block(w), first = block * most, outputs = smaller(most, w.n - first);
+    for (int i = 0; i < most; i += W) {
+        const Vec v = load(sums + i);
+        const Vec up = load(sums + HALF + i % HALF);
+        Numbers::store_numbers(numbers + i, w.gated ? gated<Numbers>(Numbers::rounded(v), Numbers::rounded(up)) : v);
+    }
+    memcpy(y + first, numbers, outputs * sizeof *y);
 }
 
-// M rows x one block of outputs.
-template <class F, int M, bool PACKED>
+// M rows x one block.
+template <class F, class Numbers, int M, bool PACKED>
 void multiply_block(const LinearWeight &w, Panel<F, M, PACKED> panel, int64_t block, typename F::Number *y) {
     constexpr int N = ACCUMULATORS / M >= BLOCK_VECS ? BLOCK_VECS : 2;
     constexpr int AHEAD = 32 * BLOCK;  // units that the weight is fetched in advance
@@ -58,44 +67,45 @@ void multiply_block(const LinearWeight &w, Panel<F, M, PACKED> panel, int64_t bl
             }
         }
         for (int j = 0; j < N; j++) {
-            const int64_t output = (first + j) * W;
+            const int64_t column = (first + j) * W;
             for (int m = 0; m < M; m++)
-                store(sums[m] + output, w.bias ? add(sum[m][j], load(w.bias + block * BLOCK + output)) : sum[m][j]);
+                store(sums[m] + column, w.bias ? add(sum[m][j], load(w.bias + block * BLOCK + column)) : sum[m][j]);
         }
     }
-    const int outputs = static_cast<int>(smaller(BLOCK, w.n - block * BLOCK));
-    for (int m = 0; m < M; m++) write_outputs(sums[m], outputs, y + m * w.n + block * BLOCK);
+    for (int m = 0; m < M; m++) write_outputs<Numbers>(w, sums[m], block, y + m * w.n);
 }
 
 // As multiply_block, for a number of rows known at run time.
-template <class F, bool PACKED, int M = MOST_ROWS>
+template <class F, class Numbers, bool PACKED, int M = MOST_ROWS>
 void multiply_rows(const LinearWeight &w, const typename F::Number *x, int64_t stride, int rows, int64_t block,
                    typename F::Number *y) {
     if constexpr (M > 1) {
-        if (rows < M) return multiply_rows<F, PACKED, M - 1>(w, x, stride, rows, block, y);
+        if (rows < M) return multiply_rows<F, Numbers, PACKED, M - 1>(w, x, stride, rows, block, y);
     }
-    multiply_block(w, Panel<F, M, PACKED>{x, stride}, block, y);
+    multiply_block<F, Numbers>(w, Panel<F, M, PACKED>{x, stride}, block, y);
 }
 
 // rows of x -> [units, rows] units; the last number of an odd row gets a zero beside it.
 template <class F>
 void pack_panel(const typename F::Number *x, int64_t stride, int rows, int64_t k, typename F::Number *to) {
     for (int m = 0; m < rows; m++, x += stride) {
-        for (int64_t u = 0; u < k / F::PAIR; u++) memcpy(to + (u * rows + m) * F::PAIR, x + u * F::PAIR, 4);
-        if (k % F::PAIR) to[(k / F::PAIR * rows + m) * F::PAIR] = x[k - 1], to[(k / F::PAIR * rows + m) * F::PAIR + 1] = 0;
+        const auto place = [=](int64_t u) { return to + (u * rows + m) * F::PAIR; };
+        const int64_t whole = k / F::PAIR;
+        for (int64_t u = 0; u < whole; u++) memcpy(place(u), x + u * F::PAIR, 4);
+        if (k % F::PAIR) place(whole)[0] = x[k - 1], place(whole)[1] = 0;
     }
 }
 
 // One thread's rows and blocks. False: no memory.
-template <class F>
-bool multiply_share(const LinearWeight &w, const typename F::Number *x, int64_t x_stride, typename F::Number *y, Share share) {
-    using Number = typename F::Number;
+template <class F, class Numbers, class Number = typename F::Number>
+bool multiply_share(const LinearWeight &w, const Number *x, int64_t x_stride, Number *y, Share share) {
     static thread_local ThreadMemory memory;
     const int64_t width = divide_up(w.k, F::PAIR) * F::PAIR, all = share.end_row - share.first_row;
     // Rows a multiple of 4096 bytes apart would fight for the same places of the cache.
     const bool in_place = all <= MOST_ROWS && width == w.k && (all == 1 || x_stride * sizeof(Number) % 4096 != 0);
-    auto *packed = in_place ? nullptr : reinterpret_cast<Number *>(memory.reserve(smaller(all, SUPER_ROWS) * width * sizeof(Number)));
-    if (!in_place && !packed) return false;
+    char *room = in_place ? nullptr : memory.reserve(smaller(all, SUPER_ROWS) * width * sizeof(Number));
+    if (!in_place && !room) return false;
+    auto *packed = reinterpret_cast<Number *>(room);
     for (int64_t row = share.first_row; row < share.end_row; row += SUPER_ROWS) {
         const int64_t rows = smaller(SUPER_ROWS, share.end_row - row);
         const int64_t panel = divide_up(rows, divide_up(rows, MOST_ROWS));
@@ -105,21 +115,20 @@ bool multiply_share(const LinearWeight &w, const typename F::Number *x, int64_t 
         for (int64_t block = share.first_block; block < share.end_block; block++)
             for (int64_t r = 0; r < rows; r += panel) {
                 Number *to = y + (row + r) * w.n;
-                if (in_place) multiply_rows<F, false>(w, x + row * x_stride, x_stride, rows_of(r), block, to);
-                else multiply_rows<F, true>(w, packed + r * width, 0, rows_of(r), block, to);
+                if (in_place) multiply_rows<F, Numbers, false>(w, x + row * x_stride, x_stride, rows_of(r), block, to);
+                else multiply_rows<F, Numbers, true>(w, packed + r * width, 0, rows_of(r), block, to);
             }
     }
     return true;
 }
 
-template <class F>
-int32_t linear(const LinearWeight &w, const void *x, int64_t x_stride, int64_t rows, void *y, int64_t most_threads) {
-    const int threads = useful_threads(w, rows, most_threads);
+template <class F, class Numbers, class Number = typename F::Number>
+int32_t linear(const LinearWeight &w, const Number *x, int64_t x_stride, int64_t rows, Number *y, int64_t most) {
+    const int threads = useful_threads(w, rows, most);
     bool failed = false;
     auto body = [&](int thread) {
-        const Share share = share_of(thread, threads, rows, divide_up(w.n, BLOCK), MOST_ROWS);
-        if (!multiply_share<F>(w, static_cast<const typename F::Number *>(x), x_stride, static_cast<typename F::Number *>(y), share))
-            failed = true;
+        const Share share = share_of(thread, threads, rows, blocks_of(w), MOST_ROWS);
+        if (!multiply_share<F, Numbers>(w, x, x_stride, y, share)) failed = true;
     };
     on_threads(threads, body);
     return failed;
@@ -128,7 +137,8 @@ int32_t linear(const LinearWeight &w, const void *x, int64_t x_stride, int64_t r
 }  // namespace
 
 // y = x W^T + b of `rows` rows of x, `x_stride` numbers apart; y is dense. Not 0: no memory.
-#define LINEAR_ENTRY(name, F)                                                                                      \
-    extern "C" int32_t name(const LinearWeight *w, const void *x, int64_t x_stride, int64_t rows, void *y, int64_t threads) { \
-        return linear<F>(*w, x, x_stride, rows, y, threads);                                                       \
+#define LINEAR_ENTRY(name, F, Numbers)                                                                           \
+    extern "C" int32_t name(const LinearWeight *w, const Numbers::Number *x, int64_t x_stride, int64_t rows,     \
+                            Numbers::Number *y, int64_t threads) {                                               \
+        return linear<F, Numbers>(*w, x, x_stride, rows, y, threads);                                            \
     }

@@ -470,6 +470,21 @@ def test_with_overlap_a_preempted_request_still_gets_its_token(depth: int):
         harness.assert_sequential(request_id)
 
 
+def test_with_overlap_a_preempted_request_comes_back_only_with_all_its_tokens():
+    """Pages come free while its last token is still in flight: whenever that happens, it has to wait for the token."""
+    waits = 0
+    for length in range(2, 28):
+        harness = Harness(num_blocks=16, block_size=4, depth=3, prefix_caching=False)
+        harness.add("older", prompt(12), greedy(24))
+        harness.add("passing", prompt(12, 900), greedy(length))
+        harness.add("younger", prompt(12, 500), greedy(24))
+        harness.run()
+        for request_id in harness.asked:
+            harness.assert_sequential(request_id)
+        waits += sum(event["reason"] == "unfinished_step" for event in harness.core.events(1000))
+    assert waits > 0
+
+
 # -------------------------------------------------------------------- numbers
 def test_counters_tell_what_was_computed():
     harness = Harness(block_size=4)

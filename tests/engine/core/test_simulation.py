@@ -101,7 +101,7 @@ class Day:
         rival = r.choice(sorted(self.open)) if self.open and r.random() < 0.2 else None
         if rival is not None:  # what somebody else is computing just now, and more urgently
             prompt = harness.asked[rival].prompt_token_ids
-        group = f"g{self.count}" if n > 1 else None
+        group = f"g{self.count}" if n > 1 and r.random() < 0.5 else None  # choices, or simply the same prompt again
         fields = {
             "group": group,
             "salt": harness.asked[rival].salt if rival else r.choice([None, None, "a", "b"]),

@@ -34,6 +34,8 @@ class Step:
     number: int
     rows: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, from, to)"""
+    writers: dict[int, Request] = field(default_factory=dict)
+    """Block it writes -> for whom."""
 
 
 class KVMachine(RuleBasedStateMachine):
@@ -59,10 +61,12 @@ class KVMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def arrive(self, tokens: list[int], salt: str | None, data: st.DataObject) -> None:
-        """A sequence: new tokens, or a head of what an earlier one held and new tokens."""
-        if self.history and data.draw(st.booleans()):
-            known = data.draw(st.sampled_from(self.history))
-            tokens = known[: data.draw(st.integers(1, len(known)))] + tokens[:3]
+        """A sequence: new tokens, or a head of what another one holds or held, and new tokens."""
+        others = self.history + [request.token_ids for request in self.waiting + self.running]
+        if others and data.draw(st.booleans()):
+            known = data.draw(st.sampled_from(others))
+            again = data.draw(st.booleans())
+            tokens = list(known) if again else known[: data.draw(st.integers(1, len(known)))] + tokens[:3]
         self.arrivals += 1
         limit = min(MAX_TOKENS, self.kv.usable_tokens)
         add = AddRequest(
@@ -168,16 +172,20 @@ class KVMachine(RuleBasedStateMachine):
         self.kv.free(request)
 
     def execute(self, step: Step, copies: list[tuple[int, int]]) -> None:
-        """Copies in order, then all rows' writes; then every row reads its whole context."""
+        """Copies, then all rows' writes; then every row reads its whole context."""
+        size = self.kv.block_size
+        for request, start, end in step.rows:
+            for block in request.block_ids[start // size : (end - 1) // size + 1]:
+                assert step.writers.setdefault(block, request) is request, "two rows write one block"
+                for other in self.unfinished:
+                    assert other.writers.get(block, request) is request, "reused while a step still writes it"
+        sources = {source for source, _ in copies}
+        assert not sources & {destination for _, destination in copies} and not sources & step.writers.keys()
         for source, destination in copies:
             self.memory[destination] = list(self.memory[source])
-        size, written = self.kv.block_size, set()
         for request, start, end in step.rows:
             for position in range(start, end):
-                place = request.block_ids[position // size], position % size
-                assert place not in written, "two rows write one slot"
-                written.add(place)
-                self.memory[place[0]][place[1]] = context(request, position)
+                self.memory[request.block_ids[position // size]][position % size] = context(request, position)
         for request, _, end in step.rows:
             self.assert_reads(request, end)
 
@@ -240,7 +248,7 @@ def context(request: Request, position: int) -> Context:
 
 TestKVManager = KVMachine.TestCase
 TestKVManager.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
