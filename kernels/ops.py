@@ -30,23 +30,25 @@ class PackedLinear(Protocol):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [T, H], weight: [H], one dtype -> [T, H].
+    """x: [T, H], any row stride, weight: [H], one dtype -> [T, H].
 
     Root mean square layer norm (Zhang and Sennrich 2019): fp32 inside, rounded once to x's dtype before the weight is
     multiplied, as transformers does.
     """
     assert x.dim() == 2 and weight.shape == x.shape[1:] and weight.dtype == x.dtype, (x.shape, weight.shape, x.dtype)
+    assert _dense(x) and _dense(weight), (x.stride(), weight.stride())
     normed: torch.Tensor = _serve("rms_norm", x)(x, weight, eps)
     return normed
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x, residual: [T, H], weight: [H], one dtype -> [T, H].
+    """x, residual: [T, H], any row stride, weight: [H], one dtype -> [T, H].
 
     Adds x to `residual` IN PLACE (rounded to the dtype) and returns the `rms_norm` of the sum.
     """
     assert x.dim() == 2 and residual.shape == x.shape and weight.shape == x.shape[1:], (x.shape, residual.shape)
     assert x.dtype == residual.dtype == weight.dtype, (x.dtype, residual.dtype, weight.dtype)
+    assert _dense(x) and _dense(residual) and _dense(weight), (x.stride(), residual.stride(), weight.stride())
     normed: torch.Tensor = _serve("add_rms_norm", x)(x, residual, weight, eps)
     return normed
 
@@ -60,15 +62,17 @@ def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch
     assert q.dim() == k.dim() == 3 and q.shape[0] == k.shape[0] == positions.shape[0], (q.shape, k.shape)
     assert q.shape[2] == k.shape[2] == 2 * cos.shape[1] and cos.shape == sin.shape, (q.shape, cos.shape)
     assert q.dtype == k.dtype and cos.dtype == sin.dtype == torch.float32 and positions.dtype == torch.int64
+    assert _rows_dense(q) and _rows_dense(k), (q.stride(), k.stride())
+    assert positions.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     _serve("rotary", q)(q, k, positions, cos, sin)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """x: [T, 2 I] -> [T, I]: silu(x[:, :I]) * x[:, I:] (SwiGLU: Shazeer 2020).
+    """x: [T, 2 I], any row stride -> [T, I]: silu(x[:, :I]) * x[:, I:] (SwiGLU: Shazeer 2020).
 
     silu in fp32, rounded to x's dtype before the product, as transformers does.
     """
-    assert x.dim() == 2 and x.shape[1] % 2 == 0, x.shape
+    assert x.dim() == 2 and x.shape[1] % 2 == 0 and _dense(x), (x.shape, x.stride())
     gated: torch.Tensor = _serve("silu_mul", x)(x)
     return gated
 
@@ -85,8 +89,8 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gated: b
 
 
 def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """x: [T, K] -> x @ weight.T + bias: [T, N], dtype of x, which is the weight's; gated if the weight is."""
-    assert x.dim() == 2 and x.shape[1] == packed.in_features, (x.shape, packed.in_features)
+    """x: [T, K], any row stride -> x @ weight.T + bias: [T, N], gated if the weight is. x has the weight's dtype."""
+    assert x.dim() == 2 and x.shape[1] == packed.in_features and _dense(x), (x.shape, x.stride(), packed.in_features)
     return packed(x)
 
 
@@ -145,6 +149,11 @@ def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
 
 def _serve(op: str, tensor: torch.Tensor) -> Any:
     return choose(op, "cpu" if tensor.is_cpu else tensor.device.type, tensor.dtype).function
+
+
+def _dense(x: torch.Tensor) -> bool:
+    """The last dim is contiguous."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1
 
 
 def _rows_dense(x: torch.Tensor) -> bool:

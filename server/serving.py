@@ -26,6 +26,7 @@ from configs.settings import Settings
 from engine import EngineClient, EngineLoading, Launch, QueueLimits, ServedModel, StartupError, resolve
 from server.banner import Progress, startup_block
 from server.context import ServerContext
+from server.http_protocol import BoundedHTTP
 
 logger = logging.getLogger("octavo.server")
 
@@ -67,16 +68,7 @@ class Serving:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._signalled, number)
-        http = _Server(
-            uvicorn.Config(
-                self._app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                timeout_graceful_shutdown=FLUSH_SECONDS,
-            )
-        )
+        http = _Server(http_config(self._app))
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         answering = asyncio.create_task(http.serve(sockets=[listener]))
         living = asyncio.create_task(self._live(listener))
@@ -156,6 +148,20 @@ class Serving:
         """The first signal drains, the second ends at once."""
         (self._forced if self._stop.is_set() else self._stop).set()
         self._signal = number
+
+
+def http_config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=BoundedHTTP,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="off",
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
 
 
 def queue_limits(context: ServerContext) -> QueueLimits:

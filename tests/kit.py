@@ -49,7 +49,7 @@ from server.app import create_app
 from server.context import ServerContext
 from server.limits import HTTPLimits
 from server.metrics import Metrics
-from server.serving import queue_limits
+from server.serving import http_config, queue_limits
 
 MODEL = "scripted"
 PATIENCE = 20.0
@@ -278,8 +278,7 @@ class ScriptedServer:
             context.client = EngineClient(self._address, model, queue_limits(context), context.metrics)
             self._engine.start()
             ready = asyncio.create_task(context.engine_ready())
-            config = uvicorn.Config(self.app, log_config=None, access_log=False, lifespan="off", server_header=False)
-            server = uvicorn.Server(config)
+            server = uvicorn.Server(http_config(self.app))
             answering = asyncio.create_task(server.serve(sockets=[self._listening]))
             if self._loads is None:
                 await ready
@@ -418,6 +417,15 @@ class ScriptedServer:
             assert seen[name,] == 0, name
         assert seen["octavo_kv_tokens_stored",] == 0
         assert self.http.get("/health").status_code == 200
+
+
+def receive_until(connection: socket.socket, end: bytes) -> bytes:
+    received = b""
+    while end not in received:
+        chunk = connection.recv(1 << 16)
+        assert chunk, received
+        received += chunk
+    return received
 
 
 async def _settle() -> None:

@@ -65,16 +65,23 @@ class NativeLinear:
     """A weight laid out for one entry of the library. A `kernels.ops.PackedLinear`."""
 
     def __init__(
-        self, entry: Callable[..., int], units: torch.Tensor, bias: torch.Tensor | None, layout: LinearWeight
+        self,
+        entry: Callable[..., int],
+        units: torch.Tensor,
+        bias: torch.Tensor | None,
+        layout: LinearWeight,
+        dtype: torch.dtype,
     ) -> None:
         self.in_features: int = layout.k
         self.out_features: int = layout.n
+        self.dtype = dtype
         self._entry = entry
         self._keep = units, bias, layout
         self._weight = ctypes.addressof(layout)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features], any row stride -> [T, out_features]."""
+        assert x.dtype is self.dtype, (x.dtype, self.dtype)
         rows = x.shape[0]
         out = x.new_empty((rows, self.out_features))
         if self._entry(self._weight, x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads()):
@@ -110,7 +117,7 @@ class NativePacker:
             wide = torch.zeros(_align(columns, BLOCK))
             wide[:columns] = bias
         layout = LinearWeight(units.data_ptr(), None if wide is None else wide.data_ptr(), outputs, k, depth, gated)
-        return NativeLinear(self._entry, units, wide, layout)
+        return NativeLinear(self._entry, units, wide, layout, weight.dtype)
 
 
 def side_by_side(rows: torch.Tensor) -> torch.Tensor:

@@ -139,6 +139,14 @@ def test_no_rows(dtype: torch.dtype) -> None:
     assert ops.pack_linear(torch.ones(5, 8, dtype=dtype))(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
 
 
+def test_another_dtype_or_layout_of_x_is_refused() -> None:
+    packed = ops.pack_linear(torch.ones(4, 8, dtype=torch.bfloat16))
+    with pytest.raises(AssertionError):
+        ops.linear(torch.ones(3, 8), packed)
+    with pytest.raises(AssertionError):
+        ops.linear(torch.ones(8, 3, dtype=torch.bfloat16).T, packed)
+
+
 def test_transposed_weight_is_taken() -> None:
     weight = torch.randn(8, 40).T
     x = torch.randn(3, 8)

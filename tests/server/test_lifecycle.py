@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from kit import MODEL, ScriptedServer, Stream, endless, eventually
+from kit import MODEL, ScriptedServer, Stream, endless, eventually, receive_until
 
 from server.limits import HTTPLimits
 
@@ -245,12 +245,9 @@ def test_a33_an_error_after_the_first_comment_is_a_frame(start):
     server.executor.fail_after = {"ill": 0}
     server.executor.hold()
     with server.open_request("ill", stream=True) as connection:
-        received = b""
-        while b": ping\n\n" not in received:
-            received += connection.recv(1 << 16)
+        receive_until(connection, b": ping\n\n")
         server.executor.allow(None)
-        while b"[DONE]" not in received:
-            received += connection.recv(1 << 16)
+        received = receive_until(connection, b"[DONE]")
     assert b'data: {"error":{' in received and b'"request_failed"' in received
 
 

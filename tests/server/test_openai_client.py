@@ -124,9 +124,11 @@ def test_a_request_that_cannot_succeed_is_not_repeated(client: openai.OpenAI, se
 
 def test_a03_leaving_a_stream_ends_the_work(client: openai.OpenAI, server: ScriptedServer):
     server.executor.hold()
-    threading.Thread(target=lambda: server.step_until(lambda: server.context.client.stats.running == 1)).start()
+    stepping = threading.Thread(target=lambda: server.step_until(lambda: server.context.client.stats.running == 1))
+    stepping.start()
     with client.completions.create(model=MODEL, prompt="long", stream=True, max_tokens=500) as stream:
         next(iter(stream))
+        stepping.join()
         stream.close()
     eventually(lambda: server.context.client.num_open == 0)
     server.executor.allow(None)

@@ -1,14 +1,17 @@
 """What is refused, how, and that nobody else notices."""
 
+import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from bytetok import CHATML, byte_tokenizer
-from kit import MODEL, ScriptedServer, endless
+from kit import MODEL, ScriptedServer, endless, receive_until
 
 from engine.text.chat_template import ChatRenderer
+from server.http_protocol import BoundedHTTP
 from server.limits import MEBIBYTE, HTTPLimits
 
 BODY_LIMIT = MEBIBYTE
@@ -35,9 +38,7 @@ def bystander(server: ScriptedServer) -> Iterator[None]:
     with server.open_request("long", max_tokens=20, stream=True) as connection:
         yield
         server.executor.allow(None)
-        received = b""
-        while b"[DONE]" not in received:
-            received += connection.recv(1 << 16)
+        received = receive_until(connection, b"[DONE]")
     assert b'"finish_reason":"length"' in received and b"error" not in received
 
 
@@ -357,6 +358,49 @@ def test_a37_a_slow_client_is_dropped(server: ScriptedServer, bystander: None):
         while received := connection.recv(1 << 16):
             answer += received
     assert answer.startswith(b"HTTP/1.1 408") and b'"request_timeout"' in answer
+
+
+def test_a37_heads_that_are_too_large(server: ScriptedServer, bystander: None):
+    for head in (
+        b"GET /health HTTP/1.1\r\nHost: kit\r\nX: " + b"x" * (1 << 20),
+        b"GET /health HTTP/1.1\r\nHost: kit\r\n" + b"X: y\r\n" * (1 << 17),
+        b"GET /" + b"x" * (1 << 20),
+    ):
+        with server.connect() as connection:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(head)
+            answer = connection.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 431 ") and b'"invalid_request_error"' in answer
+
+
+def test_a37_a_head_that_does_not_come_is_not_waited_for(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(BoundedHTTP, "head_seconds", 0.1)
+    for beginning in (b"", b"GET /health HTT"):
+        with server.connect() as connection:
+            connection.sendall(beginning)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408 ") and connection.recv(1) == b""
+
+
+def test_a37_ordinary_heads_and_keep_alive_are_untouched(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(BoundedHTTP, "head_seconds", 0.2)
+    body = json.dumps({"model": MODEL, "prompt": "s1"}).encode().ljust(200_000)
+    for _ in range(3):
+        response = server.http.post("/v1/completions", content=body, headers={"x-large": "x" * 30_000})
+        assert response.status_code == 200
+        threading.Event().wait(0.1)  # the connection is idle for longer than a head may take
+
+
+def test_a16_what_is_not_http_gets_an_envelope_too(server: ScriptedServer):
+    for nonsense in (
+        b"nonsense\r\n\r\n",
+        b"GET /a b c HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00",
+        b"GET /\xff HTTP/1.1\r\n\r\n",
+    ):
+        with server.connect() as connection:
+            connection.sendall(nonsense)
+            answer = connection.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 400 ") and json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"]
 
 
 # ---------------------------------------------------------------------- other routes

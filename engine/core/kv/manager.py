@@ -7,10 +7,11 @@ and including it, and of nothing else. So a block found by its exact tokens may 
                       publish, publish_tail                    its blocks enter the tree
     open_step ─────────── seal_step ────── close_step          a step's life: planning, planned, finished
 
-Why copies are exact. A copy's source is matched while the step is planned; only tokens computed by earlier steps count,
-and the source keeps a reference until the plan is sealed. So within one step no source is evicted, written or used as a
-destination, and copies may even run side by side. Executors run a step's copies before its writes and after everything
-of the steps before it: a source that is evicted and written later is written after it was read.
+Why copies are exact. A copy's source is matched while the step is planned; only tokens computed by earlier steps
+count, and the source keeps a reference until the plan is sealed. So within one step no source is evicted, handed out or
+used as a destination: copies may even run side by side. What its owner writes to it lies behind the copied tokens.
+Executors run a step's copies before its writes and after everything of the steps before: a source that is evicted and
+written by a later step has been read by then.
 
 Why release waits. A sequence that ends or is preempted while a step still writes its blocks keeps them until that step
 is closed; nobody else can be handed a page that is about to be written.

@@ -36,6 +36,8 @@ class Step:
     """(request, from, to)"""
     writers: dict[int, Request] = field(default_factory=dict)
     """Block it writes -> for whom."""
+    held_before: set[int] = field(default_factory=set)
+    """Blocks in use when planning began. Their owners write them behind what a copy takes."""
 
 
 class KVMachine(RuleBasedStateMachine):
@@ -83,6 +85,7 @@ class KVMachine(RuleBasedStateMachine):
     def plan_step(self, data: st.DataObject, breaks: bool) -> None:
         """Rows for some of the running and admission of some of the waiting; then the step runs, or breaks."""
         step = Step(self.step + 1)
+        step.held_before = {block for request in self.running for block in request.block_ids}
         self.kv.open_step(step.number)
         for request in list(self.running):
             action = data.draw(st.sampled_from(["advance", "advance", "catch up", "rest", "preempt"]))
@@ -180,7 +183,8 @@ class KVMachine(RuleBasedStateMachine):
                 for other in self.unfinished:
                     assert other.writers.get(block, request) is request, "reused while a step still writes it"
         sources = {source for source, _ in copies}
-        assert not sources & {destination for _, destination in copies} and not sources & step.writers.keys()
+        assert not sources & {destination for _, destination in copies}
+        assert sources & step.writers.keys() <= step.held_before, "a source was handed out before it was copied"
         for source, destination in copies:
             self.memory[destination] = list(self.memory[source])
         for request, start, end in step.rows:
