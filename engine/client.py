@@ -163,7 +163,8 @@ class EngineClient:
         for stream in {id(s.stream): s.stream for s in self._open.values()}.values():
             sequences = [s for s in self._open.values() if s.stream is stream]
             self.abort(sequences)
-            stream.fail(RequestFailed(f"The server is shutting down and the drain time of {timeout:g} s has run out."))
+            message = f"The server is shutting down and the drain time of {timeout:g} s has run out."
+            stream.fail(NotReady(message, "draining"))
 
     async def close(self) -> None:
         """Ends the engine and the sockets."""

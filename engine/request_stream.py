@@ -33,6 +33,8 @@ class RequestStream:
         self.open: dict[str, Sequence] = {}
         """Choices that have not finished; kept by the client."""
         self._pending: deque[TextDelta] = deque()
+        self._latest: dict[int, TextDelta] = {}
+        """Of each choice, its last delta if that is still pending."""
         self._pending_since = 0.0
         self._wake = asyncio.Event()
         self._error: Exception | None = None
@@ -41,7 +43,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> TextDelta:
-        """Raises `RequestFailed` or `EngineDead` once all earlier deltas have been read."""
+        """Raises `RequestFailed`, `NotReady` or `EngineDead` once all earlier deltas have been read."""
         while not self._pending:
             if self._error is not None:
                 raise self._error
@@ -50,7 +52,10 @@ class RequestStream:
             self._wake.clear()
             await self._wake.wait()
         self._pending_since = time.monotonic()
-        return self._pending.popleft()
+        delta = self._pending.popleft()
+        if self._latest.get(delta.index) is delta:
+            del self._latest[delta.index]
+        return delta
 
     def abort(self) -> None:
         """Nobody reads any more: every choice still open ends now. Idempotent."""
@@ -60,8 +65,8 @@ class RequestStream:
 
     def deliver(self, delta: TextDelta) -> None:
         """Queues a delta; while the reader lags, deltas of one choice are merged, so that what waits stays bounded."""
-        last = self._pending[-1] if self._pending else None
-        if last is not None and last.index == delta.index and last.finish_reason is None:
+        last = self._latest.get(delta.index)
+        if last is not None:
             last.text += delta.text
             last.token_ids.extend(delta.token_ids)
             if delta.logprobs:
@@ -72,6 +77,7 @@ class RequestStream:
             if not self._pending:
                 self._pending_since = time.monotonic()
             self._pending.append(delta)
+            self._latest[delta.index] = delta
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
