@@ -11,8 +11,11 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from engine import EngineClient, Envelope, RequestStream, SamplingParams, TextDelta, TokenLogprobs
+from engine import EngineClient, Envelope, InvalidRequest, RequestStream, SamplingParams, TextDelta, TokenLogprobs
 from server.metrics import Metrics
+
+MAX_LOGPROBS = 1 << 19
+"""In an answer in one piece, alternatives included: about 100 MB of JSON."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +159,16 @@ class Choice:
 
 
 async def collect(generation: Generation, count: int) -> list[Choice]:
-    """Every choice, whole. Raises what the iteration raises."""
+    """Every choice, whole. Raises what the iteration raises, and `InvalidRequest` for more log-probabilities than one
+    answer can hold."""
     choices = [Choice(index) for index in range(count)]
     pieces: list[list[str]] = [[] for _ in range(count)]
+    room = MAX_LOGPROBS
     async for delta in generation:
+        room -= len(delta.logprobs or ()) * (1 + (generation.work.params.logprobs or 0))
+        if room < 0:
+            message = f"The answer has more than {MAX_LOGPROBS} log-probabilities: ask for fewer, or stream it."
+            raise InvalidRequest(message, "logprobs", "invalid_value")
         choice = choices[delta.index]
         pieces[delta.index].append(delta.text)
         choice.token_ids.extend(delta.token_ids)

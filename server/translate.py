@@ -135,18 +135,23 @@ def _bad_words(client: EngineClient, words: list[str]) -> tuple[tuple[int, ...],
 async def encoded_prompts(context: ServerContext, client: EngineClient, body: CompletionBody) -> list[list[int]]:
     """Token ids of each prompt. In raw text, control tokens are parsed."""
     prompt = body.prompt
-    special = body.add_special_tokens is not False
     if isinstance(prompt, str):
-        return [await encoded(context, client, prompt, special)]
-    if prompt and isinstance(prompt[0], str):
-        return [await encoded(context, client, str(text), special) for text in prompt]
-    if prompt and isinstance(prompt[0], list):
-        return [ids for ids in prompt if isinstance(ids, list)]
-    return [[token for token in prompt if isinstance(token, int)]]
+        return await encoded(context, client, [prompt], body.add_special_tokens)
+    texts = [text for text in prompt if isinstance(text, str)]
+    if texts:
+        return await encoded(context, client, texts, body.add_special_tokens)
+    lists = [ids for ids in prompt if isinstance(ids, list)]
+    return lists or [[token for token in prompt if isinstance(token, int)]]
 
 
-async def encoded(context: ServerContext, client: EngineClient, text: str, special: bool) -> list[int]:
-    return await _aside(context, len(text), lambda: client.tokenizer.encode(text, add_special_tokens=special))
+async def encoded(
+    context: ServerContext, client: EngineClient, texts: list[str], add_special_tokens: bool | None
+) -> list[list[int]]:
+    """Special tokens are added unless the request says no."""
+    special, size = add_special_tokens is not False, sum(map(len, texts))
+    return await _aside(
+        context, size, lambda: [client.tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    )
 
 
 async def conversation(

@@ -6,8 +6,7 @@ all code of an `_ISA` file has internal linkage apart from its `extern "C"` entr
 equal inline functions, and it must not be the AVX-512 one), and results never depend on what the compiler contracts
 (-ffp-contract=off; a fused multiply-add is written as one).
 
-The library is linked without an OpenMP runtime and calls it without the compiler's help (`csrc/parallel.h`): its
-symbols are resolved from the runtime that torch has loaded (`library.py`), so that a process has one pool of threads.
+Threads are the library's own (`csrc/threads.cpp`).
 """
 
 import hashlib
@@ -86,7 +85,7 @@ def compile_library(target: Path, compiler: str) -> None:
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
             objects = _compile_objects(Path(folder), compiler)
             library = Path(folder) / target.name
-            _run([compiler, "-shared", "-o", str(library), *map(str, objects)])
+            _run([compiler, "-shared", "-pthread", "-o", str(library), *map(str, objects)])
             os.replace(library, target)
     except OSError as error:
         raise BuildError(f"cannot write {target}: {error}") from error

@@ -1,20 +1,14 @@
 """Finds, builds if need be, and loads the native library; says which instruction sets of it this CPU can run."""
 
 import ctypes
-import ctypes.util
 import functools
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kernels.cpu.build import ISA_FLAGS, BuildError, cached_library, installed_library
-
-_OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.\w]*\.so[.\d]*$")
 
 log = logging.getLogger(__name__)
 
@@ -92,26 +86,8 @@ def find_library(cache: Path) -> Path:
 
 
 def open_library(path: Path) -> NativeLibrary:
-    """Loads the library at `path` against torch's OpenMP runtime. Raises OSError."""
-    ctypes.CDLL(openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
+    """Raises OSError."""
     handle = ctypes.CDLL(str(path))
     bits = handle.octavo_cpu_isas()
     usable = ("baseline", *(isa for index, isa in enumerate(ISAS[1:]) if bits >> index & 1))
     return NativeLibrary(path, handle, usable)
-
-
-def openmp_runtime() -> str:
-    """The OpenMP runtime of this process (torch's, where there are several), else the system's.
-
-    Two runtimes would keep two pools of threads that spin against each other. Raises OSError where there is none.
-    """
-    site = Path(torch.__file__).parent.parent
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        mapped = [path for line in maps if (path := line.rstrip("\n").partition("/")[2])]
-    loaded = [f"/{path}" for path in dict.fromkeys(mapped) if _OPENMP.search(path)]
-    of_torch = [path for path in loaded if path.startswith(str(site))]
-    if loaded:
-        return (of_torch or loaded)[0]
-    if name := ctypes.util.find_library("gomp"):
-        return name
-    raise OSError("no OpenMP runtime: torch has loaded none and the system has no libgomp")

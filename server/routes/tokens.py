@@ -29,7 +29,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages.", "prompt", "invalid_value")
     if body.prompt is not None:
-        tokens = await translate.encoded(context, client, body.prompt, body.add_special_tokens is not False)
+        [tokens] = await translate.encoded(context, client, [body.prompt], body.add_special_tokens)
     else:
         refuse(body, TEMPLATE)
         tokens = await translate.conversation(context, client, body)

@@ -1,15 +1,12 @@
 """Compiling and loading the native library."""
 
 import ctypes
-import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from kernels.cpu import build, library
 
@@ -144,43 +141,6 @@ def test_build_needs_no_torch():
 
 
 needs_library = pytest.mark.skipif(library.load() is None, reason=str(library.refusal()))
-
-
-@needs_library
-def test_one_openmp_runtime_and_one_pool():
-    """Torch's threads are ours: a call on two threads after torch's own starts no further ones."""
-    from paged import make_paged, native_kernels
-
-    dtype, kernel = native_kernels()[0].values
-    paged = make_paged([600], dtype=dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        torch.randn(1000, 1000).exp_()
-        tasks = len(list(Path("/proc/self/task").iterdir()))
-        paged.whole(kernel, 0)
-        assert len(list(Path("/proc/self/task").iterdir())) <= tasks
-    finally:
-        torch.set_num_threads(before)
-    maps = Path("/proc/self/maps").read_text()
-    assert len(set(re.findall(r"\S*/lib(?:gomp|iomp5|omp)\S*", maps))) == 1
-
-
-@needs_library
-def test_a_runtime_that_grants_fewer_threads_leaves_no_work_undone():
-    script = (
-        "import sys, torch; sys.path.insert(0, 'tests'); from paged import make_paged;"
-        "from kernels import reference; from kernels.cpu import attention, library; torch.set_num_threads(4);"
-        "paged = make_paged([3000]); expected = torch.zeros_like(paged.pool); pool = expected.clone();"
-        "tokens = torch.arange(3000); slots = paged.tables[0].long()[tokens // 16] * 16 + tokens % 16;"
-        "arguments = paged.spec, 0, slots; reference.store_kv(paged.k[0], paged.v[0], expected, *arguments);"
-        "attention.native_store(library.load())(paged.k[0], paged.v[0], pool, *arguments);"
-        "print(torch.equal(pool, expected))"
-    )
-    environment = {**os.environ, "OMP_THREAD_LIMIT": "2"}
-    command = [sys.executable, "-c", script]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120)
-    assert result.stdout == "True\n"
 
 
 @needs_library

@@ -125,13 +125,15 @@ def test_any_shape(k: int, n: int, rows: int, with_bias: bool, dtype: torch.dtyp
     assert_close(out, x, weight, bias if with_bias else None)
 
 
-@pytest.mark.parametrize("dtype", list(ISAS))
-def test_padding_is_never_multiplied(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "isa"), VARIANTS, ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 30])
+def test_padding_is_never_multiplied(dtype: torch.dtype, isa: str, rows: int) -> None:
     """Beside and below the rows lies NaN, which times a zero of the padded weight would be NaN."""
     buffer = torch.full((40, 50), torch.nan, dtype=dtype)
-    buffer[5:9, 3:36] = torch.randn(4, 33).to(dtype)
-    packed = ops.pack_linear(torch.randn(9, 33).to(dtype))
-    assert packed(buffer[5:9, 3:36]).isfinite().all()
+    x = buffer[5 : 5 + rows, 3:36]
+    x.copy_(torch.randn(rows, 33))
+    packed = packer(dtype, isa)(torch.randn(9, 33).to(dtype))
+    assert packed(x).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", list(ISAS))

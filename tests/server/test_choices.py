@@ -9,6 +9,8 @@ import pytest
 from bytetok import EOS
 from kit import ScriptedServer, endless
 
+from server import generation
+
 ENDS = [b"oneZ...", b"twotwotwo"]
 
 
@@ -152,6 +154,14 @@ def test_a20_what_is_not_finite_never_reaches_json(server: ScriptedServer):
         answer = strict(server.post_chat("s1", logprobs=True, top_logprobs=5, **extra).text)
         for entry in answer["choices"][0]["logprobs"]["content"]:
             assert math.isfinite(entry["logprob"])
+
+
+def test_a37_an_answer_has_room_for_so_many_logprobs(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generation, "MAX_LOGPROBS", 100)
+    refused = server.post_chat("long", n=2, logprobs=True, top_logprobs=4, max_tokens=11)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
+    assert server.post_chat("long", n=2, logprobs=True, top_logprobs=4, max_tokens=10).status_code == 200
+    assert server.stream_chat("long", n=2, logprobs=True, top_logprobs=4, max_tokens=11).num_done == 1
 
 
 # ---------------------------------------------------------------------- A28

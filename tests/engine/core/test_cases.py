@@ -1,5 +1,6 @@
 """The handed cases, as far as the core alone can show them; the numbers are those of the cases' list."""
 
+import os
 import random
 import subprocess
 import sys
@@ -170,7 +171,7 @@ def test_a26_nothing_depends_on_the_hash_seed():
         subprocess.run(
             [sys.executable, "-c", script],
             cwd=ROOT,
-            env={"PYTHONHASHSEED": seed, "PATH": ""},
+            env=os.environ | {"PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
             check=True,
