@@ -25,7 +25,7 @@ class Work:
     prompts: list[list[int]]
     params: SamplingParams
     envelope: Envelope
-    """Its `request_id` is unique; each prompt's number is added to it."""
+    """Its `request_id` is unique; of several prompts each adds its number to it."""
 
 
 @dataclass
@@ -65,7 +65,9 @@ class Generation:
         streams: list[RequestStream] = []
         try:
             for number, prompt in enumerate(work.prompts):
-                envelope = replace(work.envelope, request_id=f"{work.envelope.request_id}.{number}")
+                envelope = work.envelope
+                if len(work.prompts) > 1:
+                    envelope = replace(envelope, request_id=f"{envelope.request_id}.{number}")
                 streams.append(await client.submit(prompt, work.params, envelope))
         except Exception:
             for stream in streams:

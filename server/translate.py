@@ -46,7 +46,7 @@ async def chat(context: ServerContext, client: EngineClient, body: ChatBody, req
     params = sampling_params(client, body, limit, name, top)
     prompt = truncated(client, await conversation(context, client, body, body.reasoning_effort), body, params)
     work = Work([prompt], params, envelope_of(context, body, request))
-    info = answer_info(context, body, "chatcmpl", model, work.prompts)
+    info = answer_info(context, body, f"chatcmpl-{request_id_of(body, request)}", model, work.prompts)
     return work, ChatAnswer(info, TokenSpelling(client.tokenizer, params.skip_special_tokens), top)
 
 
@@ -65,7 +65,7 @@ async def completion(
         message = f"{len(prompts)} prompts times n = {params.n} are more than {MAX_CHOICES} choices."
         raise InvalidRequest(message, "n", "invalid_value")
     work = Work(prompts, params, envelope_of(context, body, request))
-    info = answer_info(context, body, "cmpl", model, prompts)
+    info = answer_info(context, body, f"cmpl-{request_id_of(body, request)}", model, prompts)
     spelling = TokenSpelling(client.tokenizer, params.skip_special_tokens)
     return work, CompletionAnswer(info, spelling, body.logprobs, params.n)
 
@@ -200,12 +200,18 @@ def envelope_of(context: ServerContext, body: GenerationBody, request: Request) 
         raise InvalidRequest("cache_salt must not be empty.", "cache_salt", "invalid_value")
     priority = body.priority if body.priority is not None else TIER_PRIORITY.get(body.service_tier or "", 0)
     return Envelope(
-        request_id=uuid.uuid4().hex,
+        request_id=f"{request_id_of(body, request)}~{uuid.uuid4().hex[:8]}",
         salt=cache_salt(tenant if context.settings.cache_sharing == "key" else None, body.cache_salt),
         tenant=tenant,
         priority=priority,
         deadline=_deadline(context, body, request),
     )
+
+
+def request_id_of(body: GenerationBody, request: Request) -> str:
+    """The same in the answer's id, in `x-request-id`, in the log and in the KV cache's events."""
+    own: str = request.state.request_id
+    return own if body.request_id is None else request_id_from(body.request_id)
 
 
 def cache_salt(tenant: str | None, salt: str | None) -> str | None:
@@ -232,10 +238,10 @@ def _deadline(context: ServerContext, body: GenerationBody, request: Request) ->
 
 
 def answer_info(
-    context: ServerContext, body: GenerationBody, kind: str, model: str, prompts: list[list[int]]
+    context: ServerContext, body: GenerationBody, answer_id: str, model: str, prompts: list[list[int]]
 ) -> AnswerInfo:
     return AnswerInfo(
-        id=f"{kind}-{request_id_from(body.request_id)}",
+        id=answer_id,
         model=model,
         created=int(time.time()),
         fingerprint=context.fingerprint,

@@ -102,15 +102,19 @@ class Engine:
     def drain(self, results: dict[str, Completion]) -> None:
         """Steps until nothing is left."""
         while self.core.has_work:
-            for output in self.core.step():
-                result = results.setdefault(output.request_id, Completion())
-                result.token_ids += output.token_ids
-                result.logprobs += output.logprobs or []
-                result.finish_reason = output.finish_reason or result.finish_reason
-                result.cached_tokens = max(result.cached_tokens, output.cached_tokens)
-                result.num_preemptions = max(result.num_preemptions, output.num_preemptions)
-                assert output.error is None, output.error
-            self.core.check()
+            self.step(results)
+
+    def step(self, results: dict[str, Completion]) -> None:
+        """One step; what it brought goes to `results`."""
+        for output in self.core.step():
+            result = results.setdefault(output.request_id, Completion())
+            result.token_ids += output.token_ids
+            result.logprobs += output.logprobs or []
+            result.finish_reason = output.finish_reason or result.finish_reason
+            result.cached_tokens = max(result.cached_tokens, output.cached_tokens)
+            result.num_preemptions = max(result.num_preemptions, output.num_preemptions)
+            assert output.error is None, output.error
+        self.core.check()
 
     def run(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]

@@ -37,6 +37,7 @@ from engine.messages import (
     EngineReady,
     NewRow,
     RowResult,
+    Shutdown,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -285,6 +286,8 @@ class ScriptedServer:
             self._listening.listen()
             self._up.set()
             await self._stopping.wait()
+            context.client._send(Shutdown())  # the engine goes first: it would wait for a reader of its last words
+            await asyncio.to_thread(self._engine.join, PATIENCE)
             await context.client.close()
             await asyncio.gather(ready, return_exceptions=True)
             server.should_exit = True

@@ -62,7 +62,7 @@ def in_company(engine: Engine) -> list[Completion]:
         for _ in range(5):
             engine.add(*next(company))
         ids += engine.add(prompt, params)
-        engine.core.step()
+        engine.step(results)
     for pair in company:
         engine.add(*pair)
     engine.drain(results)

@@ -431,6 +431,10 @@ def test_request_ids_go_in_and_out(server: ScriptedServer):
         ]
         assert answered != bad and len(answered) == 32
     assert server.chat("s1", request_id="mine-2")["id"] == "chatcmpl-mine-2"
+    answer = server.post_completion("traced s1", headers={"x-request-id": "mine-3"})
+    assert answer.json()["id"] == "cmpl-mine-3"
+    events = server.http.get("/debug/kv").json()["events"]
+    assert any(str(event["request_id"]).startswith("mine-3~") for event in events), "the events tell whose they are"
     assert server.stream_chat("s1").response.headers["x-request-id"]
 
 

@@ -11,7 +11,7 @@ namespace {
 constexpr int ROWS = 16, STEP = 32, UNITS = STEP / 2;  // of a tile: rows; bf16 numbers, units in one
 constexpr int TILE_BYTES = 1024;
 constexpr int PANEL = 2 * ROWS;
-constexpr int SUPER_PANELS = 8, SUPER_BYTES = 768 << 10;  // packed together: about as much as the second cache keeps
+constexpr int SUPER_PANELS = 16, SUPER_BYTES = 768 << 10;  // packed together: about as much as the second cache keeps
 constexpr int CHUNK = 10;  // steps of a block that stay in the first cache while many panels pass by
 enum { C00, C01, C10, C11, A0, A1, B0, B1 };  // tile registers: C[half of the rows][half of the columns]
 
