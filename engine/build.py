@@ -26,6 +26,7 @@ from engine.runner.executor import SingleExecutor
 from engine.runner.model_runner import ModelRunner
 from kernels.cpu.exactness import report as report_exactness
 from kernels.registry import choose
+from kernels.threads import num_threads, set_threads
 
 logger = logging.getLogger("octavo.engine")
 
@@ -43,7 +44,7 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     config = ModelConfig.from_source(path)
     dtype_name = _dtype(settings)
     dtype, kv_format = DTYPES[dtype_name]
-    torch.set_num_threads(settings.num_threads or _physical_cores())
+    set_threads(settings.num_threads or _physical_cores())
     spec = KVSpec(config.kv_layers(kv_format), settings.block_size)
     plan = resolve_num_blocks(
         settings,
@@ -115,7 +116,7 @@ def _summary(name: str, config: ModelConfig, dtype: torch.dtype, plan: PoolPlan,
     return {
         "model": f"{name} ({config.architecture}, {config.num_parameters / 1e6:.0f} million parameters)",
         "dtype": str(dtype).removeprefix("torch."),
-        "device": f"CPU, {torch.get_num_threads()} threads",
+        "device": f"CPU, {num_threads()} threads",
         "attention": _kernel("paged_attention", dtype),
         "linear": _kernel("pack_linear", dtype),
         "KV pool": f"{plan.num_blocks} pages of {settings.block_size} tokens = {plan.num_tokens} tokens, {gib:.2f} GiB "

@@ -294,6 +294,9 @@ class EngineClient:
     async def _read(self) -> None:
         while True:
             message = self._decoder.decode(await self._inbox.recv())
+            await asyncio.sleep(
+                0
+            )  # a message that is there already does not yield: readers get their turn all the same
             self._last_heard = time.monotonic()
             match message:
                 case StepOutputs():

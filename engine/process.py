@@ -5,7 +5,6 @@
 The same `EngineServer` runs in a thread of the tests.
 """
 
-import ctypes
 import gc
 import logging
 import os
@@ -158,9 +157,6 @@ def _exit_with_parent() -> None:
 
 def main() -> int:
     """Entry of the child process."""
-    # Torch's own pool is hardly used beside the kernels' threads; its idle members must not spin on their cores. Its
-    # runtime reads this when it is loaded, so it is set before torch is.
-    ctypes.CDLL(None).setenv(b"OMP_WAIT_POLICY", b"PASSIVE", 0)
     from engine.build import build_core
 
     address = sys.argv[1]

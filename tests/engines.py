@@ -21,6 +21,7 @@ from engine.ports import NoGrammar
 from engine.runner.executor import SingleExecutor
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from kernels.threads import num_threads, set_threads
 
 FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16}
 
@@ -133,9 +134,9 @@ class Engine:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    before = num_threads()
+    set_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        set_threads(before)

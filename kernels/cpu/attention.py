@@ -46,7 +46,6 @@ class AttentionCall(ctypes.Structure):
         ("sequences", _I64),
         ("scale", ctypes.c_float),
         ("out", _PTR),
-        ("threads", _I64),
     )
 
 
@@ -67,7 +66,6 @@ class StoreCall(ctypes.Structure):
         ("head_dim", _I64),
         ("slots", _PTR),
         ("tokens", _I64),
-        ("threads", _I64),
     )
 
 
@@ -109,7 +107,6 @@ class NativeAttention:
             seq_lens.shape[0],
             scale,
             out.data_ptr(),
-            torch.get_num_threads(),
         )
         if self.entry(call):
             raise MemoryError("no memory for the partial sums of attention")
@@ -141,7 +138,6 @@ class NativeStore:
             dims,
             slot_mapping.data_ptr(),
             tokens,
-            torch.get_num_threads(),
         )
         self.entry(call, k.itemsize)
 

@@ -17,9 +17,9 @@ ISAS = {
 """Instruction sets that the sources have."""
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
-_NORM = (_PTR, _I64, _PTR, _I64, _PTR, ctypes.c_float, _I64, _I64, _PTR, _I64)
-_ROTARY = (_PTR, _I64, _I64, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _I64, _I64, _I64)
-_SILU_MUL = (_PTR, _I64, _I64, _I64, _PTR, _I64)
+_NORM = (_PTR, _I64, _PTR, _I64, _PTR, ctypes.c_float, _I64, _I64, _PTR)
+_ROTARY = (_PTR, _I64, _I64, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _I64, _I64)
+_SILU_MUL = (_PTR, _I64, _I64, _I64, _PTR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,6 @@ class NativeNorm:
         # fmt: off
         self.entry(
             x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), eps, rows, width, out.data_ptr(),
-            torch.get_num_threads(),
         )
         # fmt: on
         return out
@@ -52,7 +51,7 @@ class NativeAddNorm:
         # fmt: off
         self.entry(
             x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(), eps, rows, width,
-            out.data_ptr(), torch.get_num_threads(),
+            out.data_ptr(),
         )
         # fmt: on
         return out
@@ -70,7 +69,7 @@ class NativeRotary:
         # fmt: off
         self.entry(
             q.data_ptr(), q.stride(0), q.shape[1], k.data_ptr(), k.stride(0), k.shape[1],
-            positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], q.shape[0], torch.get_num_threads(),
+            positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], q.shape[0],
         )
         # fmt: on
 
@@ -84,7 +83,7 @@ class NativeSiluMul:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows, width = x.shape
         out = x.new_empty((rows, width // 2))
-        self.entry(x.data_ptr(), x.stride(0), width // 2, rows, out.data_ptr(), torch.get_num_threads())
+        self.entry(x.data_ptr(), x.stride(0), width // 2, rows, out.data_ptr())
         return out
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from kernels.ops import PackedLinear, linear
+from kernels.threads import num_threads, set_threads
 
 ROWS = 40
 WINDOWS = ((0, 1), (ROWS - 1, ROWS), (7, 9), (3, 6), (20, 25), (1, 17), (5, 22), (0, 33))
@@ -53,9 +54,9 @@ def _differing_window(x: torch.Tensor, together: torch.Tensor, packed: PackedLin
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    threads = num_threads()
+    set_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        set_threads(threads)

@@ -84,7 +84,7 @@ class NativeLinear:
         assert x.dtype is self.dtype, (x.dtype, self.dtype)
         rows = x.shape[0]
         out = x.new_empty((rows, self.out_features))
-        if self._entry(self._weight, x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads()):
+        if self._entry(self._weight, x.data_ptr(), x.stride(0), rows, out.data_ptr()):
             raise MemoryError("no memory for the rows of a linear layer")
         return out
 
@@ -93,8 +93,8 @@ class NativePacker:
     """`pack_linear` for one instruction set and dtype. Keeps the memory that weights are put in."""
 
     def __init__(self, native: NativeLibrary, ending: str) -> None:
-        self._pack = native.function("pack_linear", (_PTR, _I64, _I64, _I64, _I64, _I64, _PTR, _I64))
-        self._entry = native.function(f"linear_{ending}", (_PTR, _PTR, _I64, _I64, _PTR, _I64), ctypes.c_int32)
+        self._pack = native.function("pack_linear", (_PTR, _I64, _I64, _I64, _I64, _I64, _PTR))
+        self._entry = native.function(f"linear_{ending}", (_PTR, _PTR, _I64, _I64, _PTR), ctypes.c_int32)
         self._memory = WeightMemory()
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> NativeLinear:
@@ -109,7 +109,6 @@ class NativePacker:
         # fmt: off
         self._pack(
             weight.data_ptr(), weight.stride(0) * itemsize, itemsize, columns, k, depth, units.data_ptr(),
-            torch.get_num_threads(),
         )
         # fmt: on
         wide = None

@@ -17,6 +17,7 @@ import torch
 from kernels.cpu.linear import HUGE_PAGE
 from kernels.ops import linear, pack_linear
 from kernels.registry import choose
+from kernels.threads import num_threads, set_threads
 
 LAYER = ((576, 960), (576, 576), (576, 3072), (1536, 576))
 """(K, N)"""
@@ -25,12 +26,12 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 
 
 def main() -> None:
-    torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else torch.get_num_threads())
+    set_threads(int(sys.argv[1]) if len(sys.argv) > 1 else num_threads())
     shapes = [*LAYER * LAYERS, HEAD]
     weights = [torch.randn(n, k).bfloat16() for k, n in shapes]
     ours = [pack_linear(weight) for weight in weights]
     theirs = [torch.ops.mkldnn._reorder_linear_weight(weight, 256) for weight in weights]
-    print(choose("pack_linear", "cpu", torch.bfloat16).name, "against oneDNN;", torch.get_num_threads(), "threads")
+    print(choose("pack_linear", "cpu", torch.bfloat16).name, "against oneDNN;", num_threads(), "threads")
     print(f"reading {sum(w.nbytes for w in weights) >> 20} MiB: {1e3 * reading_time(weights):.2f} ms")
     print("rows  layers: ours  oneDNN   head: ours  oneDNN   GFLOP/s: ours  oneDNN")
     for rows in ROWS:

@@ -15,6 +15,7 @@ from kernels.cpu.elementwise import ISAS
 from kernels.cpu.library import ISA_TITLES
 from kernels.reference import elementwise as reference
 from kernels.registry import Accepted
+from kernels.threads import num_threads, set_threads
 
 VARIANTS = [(dtype, isa) for dtype in ISAS for isa in ISAS[dtype]]
 WIDTHS = [576, 64, 7, 1, 33, 130]
@@ -135,14 +136,14 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, rows: int, w
 @pytest.mark.parametrize("dtype", list(ISAS))
 def test_many_rows_on_many_threads(dtype: torch.dtype) -> None:
     x, weight = normal(200, 576, dtype=dtype), normal(576, dtype=dtype, seed=1)
-    before = torch.get_num_threads()
+    before = num_threads()
     try:
         results = []
         for threads in (1, 3):
-            torch.set_num_threads(threads)
+            set_threads(threads)
             results.append((ops.rms_norm(x, weight, 1e-6), ops.silu_mul(x)))
     finally:
-        torch.set_num_threads(before)
+        set_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

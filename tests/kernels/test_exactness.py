@@ -8,6 +8,7 @@ import torch
 from kernels import ops
 from kernels.cpu.exactness import probe, report
 from kernels.reference.linear import TorchLinear
+from kernels.threads import num_threads, set_threads
 
 
 class Layer:
@@ -37,7 +38,7 @@ def last_row(out: torch.Tensor) -> torch.Tensor:
 
 
 def by_threads(out: torch.Tensor) -> torch.Tensor:
-    return last_bit(out) if torch.get_num_threads() == 1 else out
+    return last_bit(out) if num_threads() == 1 else out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -56,13 +57,13 @@ def test_finds_dependence_on_the_place() -> None:
 
 
 def test_finds_dependence_on_threads() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    before = num_threads()
+    set_threads(2)
     try:
         assert probe(Layer(by_threads), torch.float32) == "rows depend on the number of threads"
-        assert torch.get_num_threads() == 2
+        assert num_threads() == 2
     finally:
-        torch.set_num_threads(before)
+        set_threads(before)
 
 
 def test_report_names_the_layer() -> None:

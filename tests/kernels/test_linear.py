@@ -17,6 +17,7 @@ from kernels.cpu.linear import ISAS, NativePacker, OneDnnLinear, WeightMemory, p
 from kernels.cpu.offers import KINDS
 from kernels.reference import linear as reference
 from kernels.registry import Accepted, choose
+from kernels.threads import num_threads, set_threads
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [(1536, 576), (64, 300), (33, 70), (2048, 64), (1, 1)]
@@ -26,9 +27,9 @@ VARIANTS = [(dtype, isa) for dtype in ISAS for isa in ISAS[dtype]]
 
 @pytest.fixture(autouse=True)
 def _restored_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
+    threads = num_threads()
     yield
-    torch.set_num_threads(threads)
+    set_threads(threads)
 
 
 def packer(dtype: torch.dtype, isa: str) -> NativePacker:
@@ -89,7 +90,7 @@ def test_rows_are_the_same_bits_in_any_company(dtype: torch.dtype, isa: str, k: 
         (2, (1, 7, 33, 70, 300)),
         (3, (1, 40)),
     ):
-        torch.set_num_threads(threads)
+        set_threads(threads)
         for rows in counts:
             start = rows * 37 % (301 - rows)
             out = packed(x[start : start + rows])

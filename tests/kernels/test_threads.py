@@ -13,6 +13,7 @@ import torch
 
 from kernels import ops
 from kernels.cpu import library
+from kernels.threads import num_threads, set_threads
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(library.load() is None, reason=str(library.refusal()))
@@ -20,9 +21,9 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason=str(library.refus
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    before = torch.get_num_threads()
+    before = num_threads()
     yield
-    torch.set_num_threads(before)
+    set_threads(before)
 
 
 def layer(seed: int, rows: int) -> tuple[torch.Tensor, ops.PackedLinear]:
@@ -34,16 +35,16 @@ def layer(seed: int, rows: int) -> tuple[torch.Tensor, ops.PackedLinear]:
 @pytest.mark.parametrize("threads", [1, 2, 3, 16, 64])
 def test_any_number_of_threads(threads: int) -> None:
     x, packed = layer(0, 33)
-    torch.set_num_threads(1)
+    set_threads(1)
     expected = ops.linear(x, packed)
-    torch.set_num_threads(threads)
+    set_threads(threads)
     for _ in range(50):
         assert torch.equal(ops.linear(x, packed), expected)
 
 
 def test_several_callers_at_once() -> None:
     """Only one of them has the team; the others do their jobs by themselves."""
-    torch.set_num_threads(2)
+    set_threads(2)
     jobs = [layer(seed, 1 + 7 * seed) for seed in range(4)]
     expected = [ops.linear(x, packed) for x, packed in jobs]
     start = threading.Barrier(len(jobs))
@@ -58,7 +59,7 @@ def test_several_callers_at_once() -> None:
 
 
 def test_a_forked_child_has_no_threads_and_does_it_alone() -> None:
-    torch.set_num_threads(2)
+    set_threads(2)
     x, packed = layer(1, 20)
     expected = ops.linear(x, packed)
     child = os.fork()
@@ -69,7 +70,7 @@ def test_a_forked_child_has_no_threads_and_does_it_alone() -> None:
 
 def test_no_more_threads_are_started_than_asked_for() -> None:
     script = (
-        "import os, torch; from kernels import ops; torch.set_num_threads(3);"
+        "import os, torch; from kernels import ops; from kernels.threads import set_threads; set_threads(3);"
         "packed = ops.pack_linear(torch.randn(3000, 600)); x = torch.randn(40, 600);"
         "before = len(os.listdir('/proc/self/task')); [ops.linear(x, packed) for _ in range(20)];"
         "print(len(os.listdir('/proc/self/task')) - before <= 2)"
@@ -81,11 +82,11 @@ def test_no_more_threads_are_started_than_asked_for() -> None:
 def test_where_no_thread_can_be_started_the_caller_does_it_all() -> None:
     drop = "import os; os.setgid(65534); os.setuid(65534);" if os.getuid() == 0 else ""  # root has no limit
     script = (
-        "import resource, torch; from kernels import ops; from kernels.cpu import library; library.load();"
+        "import resource, torch; from kernels import ops; from kernels.threads import set_threads;"
         "packed = ops.pack_linear(torch.randn(1500, 400)); x = torch.randn(33, 400);"
-        "torch.set_num_threads(1); expected = ops.linear(x, packed);"
+        "set_threads(1); expected = ops.linear(x, packed);"
         f"{drop} resource.setrlimit(resource.RLIMIT_NPROC, (1, 1));"
-        "torch.set_num_threads(4); found = ops.linear(x, packed); torch.set_num_threads(1);"
+        "set_threads(4); found = ops.linear(x, packed); set_threads(1);"
         "print(torch.equal(found, expected))"
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -30,6 +30,7 @@ def test_a03_a_client_that_goes_away_ends_its_work(start, stream: bool):
         server.executor.hold()
         with server.open_request("long", stream=stream, n=n):
             server.step_until(lambda n=n: server.context.client.stats.running == n)
+        eventually(lambda: server.context.client.num_open == 0)
         server.executor.allow(None)
         server.assert_idle()
     assert server.context.metrics.requests_finished == {"abort": 3}

@@ -47,7 +47,6 @@ struct AttentionCall {
     int64_t sequences;
     float scale;
     void *out;  // [T, heads, head_dim]
-    int64_t threads;
 
     int64_t group() const { return heads / kv_heads; }
 };

@@ -42,7 +42,7 @@ struct Division {
     explicit Division(const AttentionCall &call) {
         int64_t cost = 0, splits = 0;
         for_each_panel(call, true, [&](const Panel &panel) { cost += panel.cost(), splits += panel.splits(); });
-        threads = static_cast<int>(least(call.threads, cost * call.head_dim / DIMS_PER_THREAD + 1));
+        threads = static_cast<int>(least(octavo_threads(), cost * call.head_dim / DIMS_PER_THREAD + 1));
         group_heads = threads == 1 || splits >= threads * ITEMS_PER_THREAD;
         largest_whole = threads == 1 ? cost : cost / (threads * ITEMS_PER_THREAD);
         for_each_panel(call, group_heads, [&](const Panel &panel) {

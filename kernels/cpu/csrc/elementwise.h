@@ -35,10 +35,10 @@ void store_part(typename V::Number *p, Vec v, int count) {
 
 // Runs row(i) for all rows, on several threads where there are enough numbers to be worth it.
 template <class Row>
-void for_rows(int64_t rows, int64_t width, int64_t most_threads, Row &row) {
+void for_rows(int64_t rows, int64_t width, Row &row) {
     constexpr int64_t SHARE = 1 << 14;
     int64_t threads = 1 + rows * width / SHARE;
-    if (threads > most_threads) threads = most_threads;
+    if (threads > octavo_threads()) threads = octavo_threads();
     auto body = [&](int thread) {
         for (int64_t i = rows * thread / threads; i < rows * (thread + 1) / threads; i++) row(i);
     };
@@ -92,34 +92,33 @@ struct Elementwise {
 
     // x, out: [rows, width]; residual the same or null; all strides but the width's in numbers.
     static void norm(const void *x, int64_t x_stride, void *residual, int64_t residual_stride, const void *weight,
-                     float eps, int64_t rows, int64_t width, void *out, int64_t threads) {
+                     float eps, int64_t rows, int64_t width, void *out) {
         auto row = [&](int64_t i) {
             norm_row<V>(static_cast<const Number *>(x) + i * x_stride,
                         residual ? static_cast<Number *>(residual) + i * residual_stride : nullptr,
                         static_cast<const Number *>(weight), eps, width, static_cast<Number *>(out) + i * width);
         };
-        for_rows(rows, width, threads, row);
+        for_rows(rows, width, row);
     }
 
     // x: [tokens, heads, 2 half], dense inside a token. cos, sin: [positions, half].
     static void rotary(void *q, int64_t q_stride, int64_t q_heads, void *k, int64_t k_stride, int64_t k_heads,
-                       const int64_t *positions, const float *cos, const float *sin, int64_t half, int64_t tokens,
-                       int64_t threads) {
+                       const int64_t *positions, const float *cos, const float *sin, int64_t half, int64_t tokens) {
         auto row = [&](int64_t i) {
             const float *c = cos + positions[i] * half, *s = sin + positions[i] * half;
             Number *q_row = static_cast<Number *>(q) + i * q_stride, *k_row = static_cast<Number *>(k) + i * k_stride;
             for (int64_t head = 0; head < q_heads; head++) rotate_head<V>(q_row + head * 2 * half, c, s, half);
             for (int64_t head = 0; head < k_heads; head++) rotate_head<V>(k_row + head * 2 * half, c, s, half);
         };
-        for_rows(tokens, (q_heads + k_heads) * 2 * half, threads, row);
+        for_rows(tokens, (q_heads + k_heads) * 2 * half, row);
     }
 
     // x: [rows, 2 half] -> out: [rows, half].
-    static void gate(const void *x, int64_t x_stride, int64_t half, int64_t rows, void *out, int64_t threads) {
+    static void gate(const void *x, int64_t x_stride, int64_t half, int64_t rows, void *out) {
         auto row = [&](int64_t i) {
             gate_row<V>(static_cast<const Number *>(x) + i * x_stride, half, static_cast<Number *>(out) + i * half);
         };
-        for_rows(rows, 4 * half, threads, row);
+        for_rows(rows, 4 * half, row);
     }
 };
 
@@ -128,17 +127,15 @@ struct Elementwise {
 #define ELEMENTWISE_ENTRIES(format, isa, V)                                                                      \
     extern "C" void octavo_norm_##format##_##isa(                                                                \
         const void *x, int64_t x_stride, void *residual, int64_t residual_stride, const void *weight, float eps, \
-        int64_t rows, int64_t width, void *out, int64_t threads) {                                               \
-        Elementwise<V>::norm(x, x_stride, residual, residual_stride, weight, eps, rows, width, out, threads);    \
+        int64_t rows, int64_t width, void *out) {                                                                \
+        Elementwise<V>::norm(x, x_stride, residual, residual_stride, weight, eps, rows, width, out);             \
     }                                                                                                            \
     extern "C" void octavo_rotary_##format##_##isa(                                                              \
         void *q, int64_t q_stride, int64_t q_heads, void *k, int64_t k_stride, int64_t k_heads,                  \
-        const int64_t *positions, const float *cos, const float *sin, int64_t half, int64_t tokens,              \
-        int64_t threads) {                                                                                       \
-        Elementwise<V>::rotary(q, q_stride, q_heads, k, k_stride, k_heads, positions, cos, sin, half, tokens,    \
-                               threads);                                                                         \
+        const int64_t *positions, const float *cos, const float *sin, int64_t half, int64_t tokens) {            \
+        Elementwise<V>::rotary(q, q_stride, q_heads, k, k_stride, k_heads, positions, cos, sin, half, tokens);   \
     }                                                                                                            \
     extern "C" void octavo_silu_mul_##format##_##isa(const void *x, int64_t x_stride, int64_t half,              \
-                                                     int64_t rows, void *out, int64_t threads) {                 \
-        Elementwise<V>::gate(x, x_stride, half, rows, out, threads);                                             \
+                                                     int64_t rows, void *out) {                                  \
+        Elementwise<V>::gate(x, x_stride, half, rows, out);                                                      \
     }

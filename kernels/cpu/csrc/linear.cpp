@@ -5,7 +5,8 @@
 // weight: n rows of k numbers of `itemsize` bytes (4, or 2: in pairs), `row_bytes` apart, one a column.
 // units: [ceil(n / 32), depth, 32].
 extern "C" void octavo_pack_linear(const uint8_t *weight, int64_t row_bytes, int64_t itemsize, int64_t n, int64_t k,
-                                   int64_t depth, uint32_t *units, int64_t threads) {
+                                   int64_t depth, uint32_t *units) {
+    const int64_t threads = octavo_threads();
     const int64_t blocks = divide_up(n, BLOCK), pair = 4 / itemsize, whole = k / pair, rest = k % pair * itemsize;
     auto body = [&](int thread) {
         for (int64_t block = blocks * thread / threads; block < blocks * (thread + 1) / threads; block++) {

@@ -76,10 +76,10 @@ inline Share share_of(int thread, int threads, int64_t rows, int64_t blocks, int
             blocks * block_part / block_parts, blocks * (block_part + 1) / block_parts};
 }
 
-// As many of `threads` as have enough to do.
-inline int useful_threads(const LinearWeight &w, int64_t rows, int64_t threads) {
+// As many threads as have enough to do.
+inline int useful_threads(const LinearWeight &w, int64_t rows) {
     const int64_t work = blocks_of(w) * BLOCK * w.depth * divide_up(rows, 16);
-    return static_cast<int>(smaller(threads, 1 + work / SMALL_SHARE));
+    return static_cast<int>(smaller(octavo_threads(), 1 + work / SMALL_SHARE));
 }
 
 }  // namespace

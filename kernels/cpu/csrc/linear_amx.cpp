@@ -202,9 +202,8 @@ class Multiplier {
 }  // namespace
 
 // y = x W^T + b of `rows` rows of x, `x_stride` numbers apart; y is dense. Not 0: no memory.
-extern "C" int32_t octavo_linear_bf16_amx(const LinearWeight *w, const void *x, int64_t x_stride, int64_t rows, void *y,
-                                          int64_t most_threads) {
-    const int threads = useful_threads(*w, rows, most_threads);
+extern "C" int32_t octavo_linear_bf16_amx(const LinearWeight *w, const void *x, int64_t x_stride, int64_t rows, void *y) {
+    const int threads = useful_threads(*w, rows);
     bool failed = false;
     auto body = [&](int thread) {
         const Share share = share_of(thread, threads, rows, blocks_of(*w), PANEL);

@@ -123,8 +123,8 @@ bool multiply_share(const LinearWeight &w, const Number *x, int64_t x_stride, Nu
 }
 
 template <class F, class Numbers, class Number = typename F::Number>
-int32_t linear(const LinearWeight &w, const Number *x, int64_t x_stride, int64_t rows, Number *y, int64_t most) {
-    const int threads = useful_threads(w, rows, most);
+int32_t linear(const LinearWeight &w, const Number *x, int64_t x_stride, int64_t rows, Number *y) {
+    const int threads = useful_threads(w, rows);
     bool failed = false;
     auto body = [&](int thread) {
         const Share share = share_of(thread, threads, rows, blocks_of(w), MOST_ROWS);
@@ -139,6 +139,6 @@ int32_t linear(const LinearWeight &w, const Number *x, int64_t x_stride, int64_t
 // y = x W^T + b of `rows` rows of x, `x_stride` numbers apart; y is dense. Not 0: no memory.
 #define LINEAR_ENTRY(name, F, Numbers)                                                                           \
     extern "C" int32_t name(const LinearWeight *w, const Numbers::Number *x, int64_t x_stride, int64_t rows,     \
-                            Numbers::Number *y, int64_t threads) {                                               \
-        return linear<F, Numbers>(*w, x, x_stride, rows, y, threads);                                            \
+                            Numbers::Number *y) {                                                                \
+        return linear<F, Numbers>(*w, x, x_stride, rows, y);                                                     \
     }

@@ -7,6 +7,7 @@
 using Part = void (*)(void *data, int index);
 
 extern "C" void octavo_run_parts(Part part, void *data, int parts);
+extern "C" int64_t octavo_threads();  // how many may work on a job
 
 namespace {
 

@@ -13,7 +13,7 @@ struct StoreCall {
     uint8_t *pool;  // [blocks, block_bytes]
     int64_t block_bytes, k_offset, v_offset, block_size, kv_heads, head_dim;
     const int64_t *slots;  // [tokens]; negative: skip
-    int64_t tokens, threads;
+    int64_t tokens;
 };
 
 namespace {
@@ -41,7 +41,7 @@ void store_token(const StoreCall &call, int64_t token) {
 extern "C" void octavo_store_kv(const StoreCall *call, int64_t itemsize) {
     constexpr int64_t NUMBERS_PER_THREAD = 1 << 15;  // fewer are not worth waking a thread
     const int64_t wanted = call->tokens * call->kv_heads * call->head_dim / NUMBERS_PER_THREAD + 1;
-    const int threads = static_cast<int>(wanted < call->threads ? wanted : call->threads);
+    const int threads = static_cast<int>(wanted < octavo_threads() ? wanted : octavo_threads());
     auto body = [&](int thread) {
         const int64_t end = call->tokens * (thread + 1) / threads;
         for (int64_t token = call->tokens * thread / threads; token < end; token++)

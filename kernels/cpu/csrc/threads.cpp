@@ -25,6 +25,7 @@ struct Team {
     void *data = nullptr;
     int done = 0;
     bool busy = false;
+    int threads = 1;  // how many may work on a job, the caller's among them
     int workers = 0;  // how many were started
     int sleeping = 0;
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -93,6 +94,10 @@ void start_workers(Team &t, int parts) {
 }
 
 }  // namespace
+
+extern "C" void octavo_set_threads(int64_t threads) { __atomic_store_n(&team().threads, threads, __ATOMIC_RELAXED); }
+
+extern "C" int64_t octavo_threads() { return __atomic_load_n(&team().threads, __ATOMIC_RELAXED); }
 
 extern "C" void octavo_run_parts(Part part, void *data, int parts) {
     Team &t = team();
