@@ -27,6 +27,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 
 def main() -> None:
     set_threads(int(sys.argv[1]) if len(sys.argv) > 1 else num_threads())
+    torch.set_num_threads(num_threads())  # for oneDNN
     shapes = [*LAYER * LAYERS, HEAD]
     weights = [torch.randn(n, k).bfloat16() for k, n in shapes]
     ours = [pack_linear(weight) for weight in weights]
