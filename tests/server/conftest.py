@@ -6,7 +6,7 @@ from types import FrameType
 
 import pytest
 
-SECONDS = 60.0
+SECONDS = 180.0
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
-// AMX tile instructions by register number. Own wrappers, as those of some compilers do not say that they read memory (a
-// store before a tile load may then move behind it) and cannot take a template's number.
+// AMX tile instructions by register number. Own wrappers, as those of some compilers do not say that they read memory
+// (a store before a tile load may then move behind it) and cannot take a template's number.
 
 #pragma once
 

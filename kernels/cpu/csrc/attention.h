@@ -2,13 +2,13 @@
 //
 // A row is one query head of one token; it sees the first `seen` tokens of its sequence. Its result is defined by
 //
-//     tiles   of 32 tokens at absolute positions: raw scores (q . k), times scale x log2 e, maximum, one rescale of what was
-//             summed so far, weights exp2(score - maximum), rounded to the format, weights x V.
-//     splits  of 512 tokens at absolute positions: each starts afresh; their (maximum, sum, values) are merged in order.
+//     tiles   of 32 tokens at absolute positions: raw scores (q . k), their maximum, one rescale of what was summed so
+//             far, weights exp2(score x scale x log2 e - maximum), rounded to the format, weights x V
+//     splits  of 512 tokens at absolute positions: each starts afresh; (maximum, sum, values) are merged in order
 //
-// and the order in which an engine adds products inside a tile. Tokens that a row does not see add nothing to it, whatever
-// their slots hold. Everything else here only decides which rows share a loaded tile (all query heads of a key/value head;
-// in prefill those of several tokens too) and which thread computes what. Pages are read in place.
+// and the order in which an engine adds products inside a tile. Tokens that a row does not see add nothing to it,
+// whatever their slots hold. Everything else here only decides which rows share a loaded tile (all query heads of a
+// key/value head; in prefill those of several tokens too) and which thread computes what. Pages are read in place.
 //
 // An engine does the products: `VectorEngine` (attention_vector.h) or `AmxEngine` (attention_amx.cpp). It has
 //
@@ -21,8 +21,8 @@
 //                                         values = values x rescale + weights x V, for rows [first, last) of the head:
 //                                         blocks of BLOCK rows, the last block first, while others' weights are made
 //
-// `ahead`, if any, is a tile to prefetch, its K in score, its V in add, spread over the work: the hardware does not follow
-// a block table, and prefetches in a row only wait for each other.
+// `ahead`, if any, is a tile to prefetch, its K in score, its V in add, spread over the work: the hardware does not
+// follow a block table, and prefetches in a row only wait for each other.
 
 #pragma once
 
@@ -33,17 +33,17 @@
 
 // The arguments of an entry. Strides in elements, offsets in bytes.
 struct AttentionCall {
-    const void *q;           // [T, heads, head_dim], dense inside a row
-    int64_t q_stride;        // between rows
-    const uint8_t *pool;     // [blocks, block_bytes]
+    const void *q;  // [T, heads, head_dim], dense inside a row
+    int64_t q_stride;  // between rows
+    const uint8_t *pool;  // [blocks, block_bytes]
     int64_t block_bytes;
     int64_t k_offset, v_offset;  // of this layer inside a block
-    int64_t block_size;          // tokens
+    int64_t block_size;  // tokens
     int64_t heads, kv_heads, head_dim;
     const int32_t *block_tables;  // [sequences, table_stride]
     int64_t table_stride;
     const int32_t *query_start;  // [sequences + 1]
-    const int32_t *seq_lens;     // [sequences]
+    const int32_t *seq_lens;  // [sequences]
     int64_t sequences;
     float scale;
     void *out;  // [T, heads, head_dim]
@@ -55,8 +55,8 @@ namespace {
 
 constexpr int TILE = 32;
 constexpr int SPLIT = 512;
-constexpr int GROUPS = TILE / W;   // vectors of tokens in a tile
-constexpr int PANEL_ROWS = 64;     // most rows of a panel
+constexpr int GROUPS = TILE / W;  // vectors of tokens in a tile
+constexpr int PANEL_ROWS = 64;  // most rows of a panel
 constexpr int STREAMING_ROWS = 16;  // with so few rows a key/value head, memory is what takes the time
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -112,8 +112,8 @@ struct Sums {
     }
 };
 
-// Rows of one sequence that walk its pages together: for each of `kv_heads` key/value heads `rows` rows, these being query
-// heads [first_head, first_head + heads) of the head's group, of tokens from `token` on, token by token.
+// Rows of one sequence that walk its pages together: for each of `kv_heads` key/value heads `rows` rows, these being
+// query heads [first_head, first_head + heads) of the head's group, of tokens from `token` on, token by token.
 struct Panel {
     int64_t sequence, kv_head, token, first_head;
     int kv_heads, heads, rows;
@@ -122,7 +122,9 @@ struct Panel {
     int all_rows() const { return rows * kv_heads; }
     int64_t row_sees(int row) const { return seen + row / heads; }
     int64_t all_see() const { return row_sees(rows - 1); }
-    int seen_in_tile(int row, int64_t start) const { return static_cast<int>(least<int64_t>(TILE, row_sees(row) - start)); }
+    int seen_in_tile(int row, int64_t start) const {
+        return static_cast<int>(least<int64_t>(TILE, row_sees(row) - start));
+    }
     // The first row that sees the token at `position`.
     int first_row_seeing(int64_t position) const {
         return position < seen ? 0 : static_cast<int>(position - seen + 1) * heads;
@@ -209,8 +211,8 @@ class Worker {
     static int64_t width_of(const AttentionCall &call) { return round_up(call.head_dim, W); }
     static int64_t floats(const AttentionCall &call, int rows) {
         const int64_t padded = round_up(rows, 16), width = width_of(call);
-        return Engine::floats(call, rows) + 2 * Scratch::size<float>(padded * TILE) + 2 * Scratch::size<float>(padded + W) +
-               Scratch::size<float>(width + W) + 2 * Sums::floats(rows, width);
+        return Engine::floats(call, rows) + 2 * Scratch::size<float>(padded * TILE) +
+               2 * Scratch::size<float>(padded + W) + Scratch::size<float>(width + W) + 2 * Sums::floats(rows, width);
     }
 
     Worker(const AttentionCall &call, Scratch scratch, int rows)
@@ -251,7 +253,8 @@ class Worker {
                 }
                 F::pack(numbers + d / F::PAIR, part);
             }
-            memcpy(static_cast<typename F::Number *>(call.out) + out, numbers, call.head_dim * sizeof(typename F::Number));
+            memcpy(static_cast<typename F::Number *>(call.out) + out, numbers,
+                   call.head_dim * sizeof(typename F::Number));
         }
     }
 
@@ -262,13 +265,12 @@ class Worker {
         const bool streaming = panel.rows <= STREAMING_ROWS;
         total.reset(panel.all_rows());
         Tile<F> tile = pages.at(begin);
-        Tile<F> next = begin + TILE < end ? pages.at(begin + TILE) : tile;
         for (int64_t start = begin; start < end; start += TILE) {
-            const Tile<F> after = start + 2 * TILE < end ? pages.at(start + 2 * TILE) : next;
+            const Tile<F> next = start + TILE < end ? pages.at(start + TILE) : tile;
             const int first = panel.first_row_seeing(start);
             for (int head = 0; head < panel.kv_heads; head++) {
                 Tile<F> mine = tile.moved(head * pages.head_units());
-                const Tile<F> ahead = after.moved(head * pages.head_units());
+                const Tile<F> ahead = head + 1 < panel.kv_heads ? tile.moved((head + 1) * pages.head_units()) : next;
                 const Sums rows = total.from_row(head * panel.rows);
                 engine.prepare(pages, head, start, mine);
                 engine.score(panel, head, mine, streaming ? &ahead : nullptr, scores);
@@ -280,10 +282,10 @@ class Worker {
                     engine.add(panel, start, block, last, mine, nullptr, weights, rescale, rows.values);
                     last = block, block = next_block;
                 }
-                engine.add(panel, start, block, last, mine, streaming ? &ahead : nullptr, weights, rescale, rows.values);
+                engine.add(panel, start, block, last, mine, streaming ? &ahead : nullptr, weights, rescale,
+                           rows.values);
             }
             tile = next;
-            next = after;
         }
     }
 
@@ -295,8 +297,8 @@ class Worker {
                                    : weigh<false>(panel, start, first, last, rows);
     }
 
-    // Scores to weights for rows [first, last) of a head: new maxima, factors to rescale by, and sums of weights. WHOLE:
-    // the rows see all of the tile.
+    // Scores to weights for rows [first, last) of a head: new maxima, factors to rescale by, and sums of weights.
+    // WHOLE: the rows see all of the tile.
     template <bool WHOLE>
     void weigh(const Panel &panel, int64_t start, int first, int last, const Sums &rows) {
         const Vec scale = splat(call.scale * 1.44269504f);
@@ -319,7 +321,8 @@ class Worker {
         for (int r = first; r < last; r++) {
             const Vec top = splat(-next_max[r]);
             Vec weight[GROUPS];
-            for (int g = 0; g < GROUPS; g++) weight[g] = exp2_negative(fma(load(scores + r * TILE + g * W), scale, top));
+            for (int g = 0; g < GROUPS; g++)
+                weight[g] = exp2_negative(fma(load(scores + r * TILE + g * W), scale, top));
             F::pack(weights + r * Tile<F>::V_ROWS, weight);
             Vec sum = weight[0];
             for (int g = 1; g < GROUPS; g++) sum = add(sum, weight[g]);

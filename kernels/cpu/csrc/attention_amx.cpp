@@ -1,5 +1,5 @@
-// The products of paged attention on AMX tiles (bf16). A page's K and V are B tiles as they lie: 16 rows of 16 pairs. Inside
-// a tile of tokens a score sums steps of 32 dims; a value is one step over all 32 tokens, the unseen ones of weight 0.
+// The products of paged attention on AMX tiles (bf16). A page's K and V are B tiles as they lie: 16 rows of 16 pairs.
+// Inside a tile of tokens a score sums steps of 32 dims; a value is one step over all 32 tokens, unseen ones weigh 0.
 
 #include "amx.h"
 #include "attention_batch.h"
@@ -8,7 +8,7 @@ namespace {
 
 class AmxEngine {
     static constexpr int ROWS = 16, STEP = 32;  // of a tile register: rows, bf16 numbers in one
-    enum { C0, C1, C2, C3, A, B0, B1 };    // tile registers
+    enum { C0, C1, C2, C3, A, B0, B1 };  // tile registers
 
     const AttentionCall &call;
     const int64_t dims, width, units;  // of a row: dims rounded up to whole steps, to whole vectors; dim units
@@ -28,9 +28,14 @@ class AmxEngine {
     }
 
     AmxEngine(const AttentionCall &call, Scratch scratch, int rows)
-        : call(call), dims(round_up(call.head_dim, STEP)), width(round_up(call.head_dim, W)), units(call.head_dim / 2),
-          k_in_place(call.block_size % W == 0 && dims == call.head_dim), q(scratch.take<uint16_t>((rows + ROWS) * dims)),
-          k_copy(scratch.take<uint32_t>(dims / 2 * TILE)), v_copy(scratch.take<uint32_t>(TILE / 2 * width)),
+        : call(call),
+          dims(round_up(call.head_dim, STEP)),
+          width(round_up(call.head_dim, W)),
+          units(call.head_dim / 2),
+          k_in_place(call.block_size % W == 0 && dims == call.head_dim),
+          q(scratch.take<uint16_t>((rows + ROWS) * dims)),
+          k_copy(scratch.take<uint32_t>(dims / 2 * TILE)),
+          v_copy(scratch.take<uint32_t>(TILE / 2 * width)),
           products(scratch.take<float>(ROWS * width)) {
         configure_tiles();
         memset(q, 0, sizeof(uint16_t) * (rows + ROWS) * dims);
@@ -42,12 +47,14 @@ class AmxEngine {
         for (int row = 0; row < panel.all_rows(); row++) {
             const int r = row % panel.rows;
             const int64_t head = (panel.kv_head + row / panel.rows) * call.group() + panel.first_head + r % panel.heads;
-            const uint16_t *from = static_cast<const uint16_t *>(call.q) + (panel.token + r / panel.heads) * call.q_stride;
+            const uint16_t *from =
+                static_cast<const uint16_t *>(call.q) + (panel.token + r / panel.heads) * call.q_stride;
             memcpy(q + row * dims, from + head * call.head_dim, sizeof(uint16_t) * call.head_dim);
         }
     }
 
-    // V is copied where the tile crosses blocks, and where it holds tokens that nobody of the panel sees: those become 0.
+    // V is copied where the tile crosses blocks, and where it holds tokens that nobody of the panel sees: those become
+    // 0.
     void prepare(const Pages<Bf16> &pages, int head, int64_t start, Tile<Bf16> &tile) {
         const int tokens = pages.panel.seen_in_tile(pages.panel.rows - 1, start);
         if (!k_in_place) copy_k(pages, head, start, tokens, tile);
@@ -83,7 +90,7 @@ class AmxEngine {
             add_rows(tile, first, last, weights, rescale, values);
             return;
         }
-        // 0 x inf would reach rows that do not see it: row by row, the last one first, each without what it does not see.
+        // 0 x inf would reach rows that do not see it: row by row, the last one first, each without the unseen.
         Tile<Bf16> copy = tile;
         if (copy.v[0] != v_copy) copy_v(TILE, copy);
         for (int r = last - 1; r >= first; r--) {

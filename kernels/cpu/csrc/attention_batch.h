@@ -1,5 +1,5 @@
-// Divides a call into work items for threads. Nothing here touches a result: items are whole panels, or single splits of
-// a panel, and splits are merged in order by whoever finishes a panel's last one.
+// Divides a call into work items for threads. Nothing here touches a result: items are whole panels, or single splits
+// of a panel, and splits are merged in order by whoever finishes a panel's last one.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace {
 
-// Calls visit(panel) for every panel of the batch; within a sequence the longest ones first. `group_heads`: panels of few
-// rows walk several key/value heads, which lie side by side in a page.
+// Calls visit(panel) for every panel of the batch; within a sequence the longest ones first. `group_heads`: panels of
+// few rows walk several key/value heads, which lie side by side in a page.
 template <class Visit>
 void for_each_panel(const AttentionCall &call, bool group_heads, Visit visit) {
     const int64_t group = call.group(), heads = least<int64_t>(group, PANEL_ROWS);
@@ -59,8 +59,8 @@ struct Division {
 // A panel's work, whole or one split of it.
 struct Item {
     Panel panel;
-    int64_t split;     // -1: all of them
-    Scratch partial;   // sums of the panel's splits, one after the other
+    int64_t split;  // -1: all of them
+    Scratch partial;  // sums of the panel's splits, one after the other
     int *splits_left;  // how many are not summed yet
 };
 
@@ -77,12 +77,14 @@ class Batch {
 
   public:
     explicit Batch(const AttentionCall &call)
-        : call(call), division(call), width(Worker<Engine>::width_of(call)),
-          sums_floats(Sums::floats(division.rows, width)), worker_floats(Worker<Engine>::floats(call, division.rows)),
-          memory(aligned_alloc(64, sizeof(float) * (Scratch::size<Item>(division.items) +
-                                                    Scratch::size<int>(division.divided_panels) +
-                                                    sums_floats * division.divided_splits +
-                                                    worker_floats * division.threads))) {
+        : call(call),
+          division(call),
+          width(Worker<Engine>::width_of(call)),
+          sums_floats(Sums::floats(division.rows, width)),
+          worker_floats(Worker<Engine>::floats(call, division.rows)),
+          memory(aligned_alloc(
+              64, sizeof(float) * (Scratch::size<Item>(division.items) + Scratch::size<int>(division.divided_panels) +
+                                   sums_floats * division.divided_splits + worker_floats * division.threads))) {
         if (!memory) return;
         Scratch scratch{static_cast<float *>(memory)};
         items = scratch.take<Item>(division.items);

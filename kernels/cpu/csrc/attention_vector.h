@@ -1,5 +1,5 @@
-// The products of paged attention on vector registers, for every instruction set and format. Inside a tile a score is one
-// chain of dots over ascending dims, a value one chain over ascending tokens that ends with the last token the row sees.
+// The products of paged attention on vector registers, for every instruction set and format. Inside a tile a score is
+// one chain of dots over ascending dims, a value one over ascending tokens that ends with the last one the row sees.
 
 #pragma once
 
@@ -108,8 +108,11 @@ class VectorEngine {
     }
 
     VectorEngine(const AttentionCall &call, Scratch scratch, int rows)
-        : call(call), width(round_up(call.head_dim, W)), units(call.head_dim / F::PAIR),
-          q(scratch.take<uint32_t>(rows * call.head_dim)), k_copy(scratch.take<uint32_t>(TILE * call.head_dim)),
+        : call(call),
+          width(round_up(call.head_dim, W)),
+          units(call.head_dim / F::PAIR),
+          q(scratch.take<uint32_t>(rows * call.head_dim)),
+          k_copy(scratch.take<uint32_t>(TILE * call.head_dim)),
           v_copy(scratch.take<uint32_t>(TILE * width)) {}
 
     // For each key/value head blocks of QK_ROWS rows, each [dim units, rows of the block].
@@ -135,7 +138,8 @@ class VectorEngine {
     void score(const Panel &panel, int head, const Tile<F> &tile, const Tile<F> *ahead, float *to) const {
         const int rows = panel.rows;
         for (int r = 0; r < rows; r += QK_ROWS)
-            Unrolled<F>::score(least(QK_ROWS, rows - r))(q + (head * rows + r) * units, tile, ahead, units, to + r * TILE);
+            Unrolled<F>::score(least(QK_ROWS, rows - r))(q + (head * rows + r) * units, tile, ahead, units,
+                                                         to + r * TILE);
     }
 
     void add(const Panel &panel, int64_t start, int first, int last, const Tile<F> &tile, const Tile<F> *ahead,
@@ -154,8 +158,8 @@ class VectorEngine {
         for (int64_t d = 0; d < width; d += PV_VECS * W) {
             const int vecs = static_cast<int>(least<int64_t>(PV_VECS, (width - d) / W));
             for (int r = first; r < last; r += PV_ROWS)
-                Unrolled<F>::add(least(PV_ROWS, last - r), vecs)(weights + r * Tile<F>::V_ROWS, rescale + r, tile, ahead,
-                                                                 tokens, d, values + r * width + d, width);
+                Unrolled<F>::add(least(PV_ROWS, last - r), vecs)(weights + r * Tile<F>::V_ROWS, rescale + r, tile,
+                                                                 ahead, tokens, d, values + r * width + d, width);
         }
     }
 

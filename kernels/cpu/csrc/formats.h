@@ -29,7 +29,8 @@ struct Bf16 {
     static Vec dot(Vec sum, Units a, Units b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
     template <int N>
     static void pack(uint32_t *to, const Vec (&v)[N]) {
-        for (int i = 0; i < N; i += 2) _mm512_storeu_si512(to + i / 2 * W, (__m512i)_mm512_cvtne2ps_pbh(v[i + 1], v[i]));
+        for (int i = 0; i < N; i += 2)
+            _mm512_storeu_si512(to + i / 2 * W, (__m512i)_mm512_cvtne2ps_pbh(v[i + 1], v[i]));
     }
 #else
     // bf16 is the upper half of a float: products are exact, the first of the pair is added first.

@@ -1,5 +1,5 @@
-// Writes K and V of new tokens into their pages, and copies whole blocks. Bits move unchanged, so one version serves all
-// instruction sets and, by the size of a number, all formats: 16 bits are stored in pairs, 32 bits one by one.
+// Writes K and V of new tokens into their pages, and copies whole blocks. Bits move unchanged, so one version serves
+// all instruction sets and, by the size of a number, all formats: 16 bits are stored in pairs, 32 bits one by one.
 
 #include <cstdint>
 #include <cstring>

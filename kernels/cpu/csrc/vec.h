@@ -1,5 +1,5 @@
-// Float vectors of the instruction set that the including file is compiled for. `Vec`: W floats, `Units`: W times 32 bits.
-// Every multiply-add is explicit and every reduction has a fixed order, so results do not depend on the compiler.
+// Float vectors of the instruction set that the including file is compiled for. `Vec`: W floats, `Units`: W times 32
+// bits. Every multiply-add is explicit and every reduction has a fixed order, so results do not depend on the compiler.
 
 #pragma once
 
@@ -144,10 +144,11 @@ inline float sum_of(Vec v) {
     return sum;
 }
 
-// 2^x for x <= 0 (and up to 127), within 1 ulp; exactly 1 at 0, 0 below -126.5 (for -inf too), NaN for NaN. The polynomial
-// is the minimax one of degree 6 on [-0.5, 0.5] among those that are 1 at 0.
+// 2^x for x <= 0 (and up to 127), within 1 ulp; exactly 1 at 0, 0 below -126.5 (for -inf too), NaN for NaN. The
+// polynomial is the minimax one of degree 6 on [-0.5, 0.5] among those that are 1 at 0.
 inline Vec exp2_negative(Vec x) {
-    const Vec magic = splat(0x1.8p23f + 127);  // a float of this size has no fraction bits, and its low bits are n + 127
+    // A float of this size has no fraction bits, and its low bits are the whole number + 127.
+    const Vec magic = splat(0x1.8p23f + 127);
     x = max(splat(-127.0f), x);
     const Vec shifted = add(x, magic);
     const Vec f = sub(x, sub(shifted, magic));
