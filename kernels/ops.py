@@ -158,7 +158,8 @@ def _dense(x: torch.Tensor) -> bool:
 
 def _rows_dense(x: torch.Tensor) -> bool:
     """[T, H, D] with heads and dims contiguous inside a row."""
-    return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
+    (_, heads, dims), (_, head_stride, dim_stride) = x.shape, x.stride()
+    return dim_stride == 1 and (head_stride == dims or heads == 1)
 
 
 def _assert_pool(pool: torch.Tensor, spec: KVSpec) -> None:
