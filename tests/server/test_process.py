@@ -94,7 +94,10 @@ def serving(model: Path, *arguments: str) -> Iterator[tuple[Command, httpx2.Clie
 def refusal(*arguments: str) -> str:
     """What a command that cannot start says: one line, exit code 2, no traceback."""
     result = subprocess.run(
-        [sys.executable, "-P", "-m", "server", "serve", *arguments], capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-P", "-m", "server", "serve", "--port", "0", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert result.returncode == 2, (result.returncode, result.stderr)
     assert "Traceback" not in result.stderr
