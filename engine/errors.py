@@ -16,12 +16,16 @@ class InvalidRequest(OctavoError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt leaves no room for a single token. Clients match the sentence's start and the code."""
+    """The prompt leaves no room for a single token. Clients match the sentence's start and the code.
 
-    def __init__(self, limit: int, prompt_tokens: int, param: str | None = None) -> None:
+    `at_least`: the prompt was not tokenised, and `prompt_tokens` is a lower bound.
+    """
+
+    def __init__(self, limit: int, prompt_tokens: int, param: str | None = None, *, at_least: bool = False) -> None:
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, your prompt has "
-            f"{prompt_tokens} tokens, which leaves no room for output. Please shorten the prompt.",
+            f"{'at least ' if at_least else ''}{prompt_tokens} tokens, "
+            "which leaves no room for output. Please shorten the prompt.",
             param=param,
             code="context_length_exceeded",
         )

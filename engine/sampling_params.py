@@ -1,7 +1,5 @@
 """How one request wants its tokens chosen."""
 
-import math
-
 import msgspec
 
 from engine.errors import InvalidRequest
@@ -13,6 +11,9 @@ MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
+MAX_ALLOWED_TOKEN_IDS = 65536
+REPETITION_PENALTY = (0.01, 100.0)
+"""Lowest and highest: beyond them half-precision logits lose their meaning."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """0 or -1: off."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """> 0; divides positive and multiplies negative logits of tokens in prompt or output."""
+    """0.01 to 100; divides positive and multiplies negative logits of tokens in prompt or output."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """Presence and frequency penalties look at generated tokens only."""
@@ -74,12 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"top_k must be -1 (off), 0 (off) or positive, got {self.top_k}.", "top_k", "invalid_value"
             )
         self._range("min_p", self.min_p, 0.0, 1.0)
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
-            raise InvalidRequest(
-                f"repetition_penalty must be a positive number, got {self.repetition_penalty}.",
-                "repetition_penalty",
-                "invalid_value",
-            )
+        self._range("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTY)
         self._range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self._range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -90,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         self._at_most("logit_bias", self.logit_bias or {}, MAX_LOGIT_BIAS)
         self._at_most("bad_words", self.bad_words, MAX_BAD_WORDS)
+        self._at_most("allowed_token_ids", self.allowed_token_ids or (), MAX_ALLOWED_TOKEN_IDS)
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
                 raise InvalidRequest(

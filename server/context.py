@@ -17,6 +17,8 @@ from server.metrics import Metrics
 
 Readiness = Literal["ready", "loading", "draining", "dead", "overloaded"]
 
+MAX_SHOWN_NAME = 100
+"""Characters of a client's own words that an error message repeats."""
 NUMERICS = ("model", "dtype", "attention", "linear")
 """Lines of the engine's summary that decide an answer's bits; threads and the pool's size do not."""
 
@@ -67,7 +69,8 @@ class ServerContext:
         if asked is None:
             return names[0]
         if asked not in names:
-            message = f"The model {asked!r} does not exist; this server has {', '.join(map(repr, names))}."
+            shown = asked if len(asked) <= MAX_SHOWN_NAME else asked[: MAX_SHOWN_NAME - 1] + "…"
+            message = f"The model {shown!r} does not exist; this server has {', '.join(map(repr, names))}."
             raise HTTPError(Problem(404, message, "model", "model_not_found"))
         return asked
 

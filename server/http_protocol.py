@@ -11,6 +11,8 @@ from server.errors import Problem
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
+INVALID = Problem(400, "This is not a valid HTTP request.", code="invalid_http")
+TOO_LARGE = Problem(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
 
 
 class BoundedHTTP(HttpToolsProtocol):
@@ -32,12 +34,20 @@ class BoundedHTTP(HttpToolsProtocol):
         if was_open and self._is_open:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(Problem(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
+                self._refuse(TOO_LARGE)
 
     def on_message_begin(self) -> None:
         self._timer.cancel()
         self._open_head()
         super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_open = False
@@ -45,10 +55,17 @@ class BoundedHTTP(HttpToolsProtocol):
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(Problem(400, "This is not a valid HTTP request.", code="invalid_http"))
+        is_too_large = self._parsed_bytes > MAX_HEAD_BYTES
+        self._refuse(TOO_LARGE if is_too_large else INVALID)
+
+    def _count(self, size: int) -> None:
+        """What the parser has seen of this head, however it arrived. Raising stops the parser."""
+        self._parsed_bytes += size
+        if self._parsed_bytes > MAX_HEAD_BYTES:
+            raise ValueError("the head is too large")
 
     def _open_head(self) -> None:
-        self._is_open, self._head_bytes = True, 0
+        self._is_open, self._head_bytes, self._parsed_bytes = True, 0, 0
         self._timer = self.loop.call_later(self.head_seconds, self._give_up)
 
     def _give_up(self) -> None:

@@ -18,7 +18,9 @@ class HTTPLimits:
     """Time a client has to deliver its body."""
     stall_seconds: float = 60.0
     """Time a reader may leave a stream's bytes unread before its request is aborted."""
-    encode_inline_chars: int = 4096
+    report_seconds: float = 5.0
+    """Time the engine has to answer GET /debug/kv."""
+    encode_inline_chars: int = 1024
     """Texts up to this length are tokenised on the event loop; longer ones in a thread, so that they delay nobody."""
 
 

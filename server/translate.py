@@ -3,6 +3,7 @@ client."""
 
 import asyncio
 import math
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from engine import EngineClient, Envelope, InvalidRequest, SamplingParams
+from engine.sampling_params import MAX_STOP_STRING_CHARS
 from server.context import ServerContext, caller_of
 from server.generation import Work
 from server.middleware import request_id_from
 from server.protocol.answer import Answer, AnswerInfo
-from server.protocol.chat import ChatBody, TemplateBody
+from server.protocol.chat import MAX_CONTENT_PARTS, ChatBody, TemplateBody
 from server.protocol.chat_answer import ChatAnswer
 from server.protocol.completion import CompletionBody
 from server.protocol.completion_answer import CompletionAnswer
@@ -28,6 +30,8 @@ COMPLETION_MAX_TOKENS = 16
 MAX_CHOICES = 1024
 """Prompts times n of one request."""
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = MAX_STOP_STRING_CHARS
+_TOKEN_ID = re.compile(r"-?[0-9]{1,10}", re.ASCII)
 TIER_PRIORITY = {"priority": -1, "fast": -1, "flex": 1}
 
 Result = TypeVar("Result")
@@ -43,8 +47,10 @@ async def chat(context: ServerContext, client: EngineClient, body: ChatBody, req
     limit, name = body.max_completion_tokens, "max_completion_tokens"
     if limit is None:
         limit, name = body.max_tokens, "max_tokens"
-    params = sampling_params(client, body, limit, name, top)
-    prompt = truncated(client, await conversation(context, client, body, body.reasoning_effort), body, params)
+    params = await _params(context, client, body, limit, name, top)
+    window = None if body.truncate_prompt_tokens is not None else window_of(client)
+    ids = await conversation(context, client, body, body.reasoning_effort, window)
+    prompt = truncated(client, ids, body, params)
     work = Work([prompt], params, envelope_of(context, body, request))
     info = answer_info(context, body, f"chatcmpl-{request_id_of(body, request)}", model, work.prompts)
     return work, ChatAnswer(info, TokenSpelling(client.tokenizer, params.skip_special_tokens), top)
@@ -58,8 +64,8 @@ async def completion(
     refuse(body, COMPLETION)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("best_of other than n is not supported.", "best_of", "unsupported_parameter")
-    limit = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = sampling_params(client, body, limit, "max_tokens", body.logprobs)
+    limit = max(COMPLETION_MAX_TOKENS, body.min_tokens or 0) if body.max_tokens is None else body.max_tokens
+    params = await _params(context, client, body, limit, "max_tokens", body.logprobs)
     prompts = [truncated(client, ids, body, params) for ids in await encoded_prompts(context, client, body)]
     if len(prompts) * params.n > MAX_CHOICES:
         message = f"{len(prompts)} prompts times n = {params.n} are more than {MAX_CHOICES} choices."
@@ -71,6 +77,19 @@ async def completion(
 
 
 # ---------------------------------------------------------------------- sampling
+async def _params(
+    context: ServerContext,
+    client: EngineClient,
+    body: GenerationBody,
+    limit: int | None,
+    limit_name: str,
+    logprobs: int | None,
+) -> SamplingParams:
+    """`sampling_params`, off the event loop where there is much to tokenise."""
+    size = sum(map(len, body.bad_words or ()))
+    return await _aside(context, size, lambda: sampling_params(client, body, limit, limit_name, logprobs))
+
+
 def sampling_params(
     client: EngineClient, body: GenerationBody, limit: int | None, limit_name: str, logprobs: int | None
 ) -> SamplingParams:
@@ -94,7 +113,7 @@ def sampling_params(
         "stop": (body.stop,) if isinstance(body.stop, str) else body.stop and tuple(body.stop),
         "include_stop_str_in_output": body.include_stop_str_in_output,
         "stop_token_ids": body.stop_token_ids and tuple(body.stop_token_ids),
-        "allowed_token_ids": None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        "allowed_token_ids": None if body.allowed_token_ids is None else tuple(dict.fromkeys(body.allowed_token_ids)),
         "ignore_eos": body.ignore_eos,
         "skip_special_tokens": body.skip_special_tokens,
         "logit_bias": _token_biases(body.logit_bias),
@@ -102,25 +121,43 @@ def sampling_params(
     }
     chosen: dict[str, Any] = {name: defaults.get(name) if value is None else value for name, value in given.items()}
     explicit: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    return SamplingParams(max_tokens=limit, logprobs=logprobs, **explicit)
+    params = SamplingParams(max_tokens=limit, logprobs=logprobs, **explicit)
+    _refuse_nothing_allowed(client, params)
+    return params
+
+
+def _refuse_nothing_allowed(client: EngineClient, params: SamplingParams) -> None:
+    """Until `min_tokens` exist, tokens that end the text are masked: one of the allowed ones must be another."""
+    if params.allowed_token_ids is None or params.min_tokens == 0:
+        return
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else client.tokenizer.eos_token_ids)}
+    if ends.issuperset(params.allowed_token_ids):
+        message = "allowed_token_ids holds only tokens that end the text, and min_tokens forbids those at first."
+        raise InvalidRequest(message, "allowed_token_ids", "invalid_value")
 
 
 def _token_biases(biases: dict[str, float] | None) -> dict[int, float] | None:
     if biases is None:
         return None
-    try:
-        return {int(key): value for key, value in biases.items()}
-    except ValueError:
-        bad = next(key for key in biases if not key.lstrip("-").isdecimal())
-        raise InvalidRequest(
-            f"logit_bias maps token ids, got the key {bad[:40]!r}.", "logit_bias", "invalid_value"
-        ) from None
+    result: dict[int, float] = {}
+    for key, value in biases.items():
+        if not _TOKEN_ID.fullmatch(key):
+            message = f"logit_bias maps token ids, got the key {key[:40]!r}."
+            raise InvalidRequest(message, "logit_bias", "invalid_value")
+        if int(key) in result:
+            raise InvalidRequest(f"logit_bias has two keys for token {int(key)}.", "logit_bias", "invalid_value")
+        result[int(key)] = value
+    return result
 
 
 def _bad_words(client: EngineClient, words: list[str]) -> tuple[tuple[int, ...], ...]:
     """Each word as it stands at the start of a text and, where only its first token differs then, after a space."""
     if len(words) > MAX_BAD_WORDS:
         raise InvalidRequest(f"bad_words may have at most {MAX_BAD_WORDS} entries.", "bad_words", "invalid_value")
+    longest = max(map(len, words))
+    if longest > MAX_BAD_WORD_CHARS:
+        message = f"a bad word may have at most {MAX_BAD_WORD_CHARS} characters, got {longest}."
+        raise InvalidRequest(message, "bad_words", "invalid_value")
     sequences: list[tuple[int, ...]] = []
     for word in words:
         plain = tuple(client.tokenizer.encode_plain(word))
@@ -135,43 +172,83 @@ def _bad_words(client: EngineClient, words: list[str]) -> tuple[tuple[int, ...],
 async def encoded_prompts(context: ServerContext, client: EngineClient, body: CompletionBody) -> list[list[int]]:
     """Token ids of each prompt. In raw text, control tokens are parsed."""
     prompt = body.prompt
+    window = None if body.truncate_prompt_tokens is not None else window_of(client)
     if isinstance(prompt, str):
-        return await encoded(context, client, [prompt], body.add_special_tokens)
+        return await encoded(context, client, [prompt], body.add_special_tokens, window)
     texts = [text for text in prompt if isinstance(text, str)]
     if texts:
-        return await encoded(context, client, texts, body.add_special_tokens)
+        return await encoded(context, client, texts, body.add_special_tokens, window)
     lists = [ids for ids in prompt if isinstance(ids, list)]
     return lists or [[token for token in prompt if isinstance(token, int)]]
 
 
 async def encoded(
-    context: ServerContext, client: EngineClient, texts: list[str], add_special_tokens: bool | None
+    context: ServerContext, client: EngineClient, texts: list[str], add_special_tokens: bool | None, window: int | None
 ) -> list[list[int]]:
-    """Special tokens are added unless the request says no."""
+    """Special tokens are added unless the request says no. Raises `ContextLengthExceeded` for a text that cannot fit
+    `window`, before it is tokenised; None: any length."""
     special, size = add_special_tokens is not False, sum(map(len, texts))
+    for text in texts:
+        client.tokenizer.check_fits(text, window)
     return await _aside(
         context, size, lambda: [client.tokenizer.encode(text, add_special_tokens=special) for text in texts]
     )
 
 
 async def conversation(
-    context: ServerContext, client: EngineClient, body: TemplateBody, reasoning_effort: str | None = None
+    context: ServerContext,
+    client: EngineClient,
+    body: TemplateBody,
+    reasoning_effort: str | None = None,
+    window: int | None = None,
 ) -> list[int]:
-    """Token ids of the rendered conversation. Only the template's own text becomes control tokens."""
-    messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
+    """Token ids of the rendered conversation. Only the template's own text becomes control tokens. `window` as in
+    `encoded`."""
+    messages = body.messages or []
+    num_parts = sum(message.num_parts for message in messages)
+    if num_parts > MAX_CONTENT_PARTS:
+        message = f"All messages together may have at most {MAX_CONTENT_PARTS} content parts, got {num_parts}."
+        raise InvalidRequest(message, "messages", "invalid_value")
     extra = dict(body.chat_template_kwargs or {})
     if reasoning_effort is not None:
         extra.setdefault("reasoning_effort", reasoning_effort)
-    size = sum(message.length for message in body.messages or ())
+    size = sum(message.length for message in messages)
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return await _aside(
         context,
         size,
         lambda: client.chat.render(
-            messages, add_generation_prompt=generates, continue_final_message=continues, template_kwargs=extra
+            [message.model_dump(exclude_none=True) for message in messages],
+            add_generation_prompt=generates,
+            continue_final_message=continues,
+            template_kwargs=extra,
+            window=window,
         ),
     )
+
+
+async def decoded(context: ServerContext, client: EngineClient, tokens: list[int]) -> str:
+    """Raises `InvalidRequest` for an id outside the vocabulary."""
+    size = client.tokenizer.vocab_size
+
+    def decode() -> str:
+        for token in tokens:
+            if not 0 <= token < size:
+                raise InvalidRequest(f"tokens holds {token}; ids are 0 to {size - 1}.", "tokens", "invalid_value")
+        return client.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    return await _aside(context, len(tokens), decode)
+
+
+async def token_texts(context: ServerContext, client: EngineClient, tokens: list[int]) -> list[str]:
+    """Each token on its own."""
+    return await _aside(context, len(tokens), lambda: [client.tokenizer.token_text(token) for token in tokens])
+
+
+def window_of(client: EngineClient) -> int | None:
+    """None while the engine is loading."""
+    return None if client.info is None else client.info.cache.max_model_len
 
 
 async def _aside(context: ServerContext, size: int, work: Callable[[], Result]) -> Result:

@@ -41,7 +41,7 @@ def normalize_messages(messages: Any, traits: TemplateTraits) -> list[Message]:
     """Fresh, plain JSON; content is a string (or absent). Raises `InvalidRequest` naming the message."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages must be a list with at least one message.", "messages", "invalid_value")
-    plain = [_message(message, f"messages[{index}]", traits) for index, message in enumerate(messages)]
+    plain = [_message(message, f"messages.{index}", traits) for index, message in enumerate(messages)]
     if not traits.takes_developer and any(message["role"] == "developer" for message in plain):
         return _without_developer(plain)
     return plain
@@ -74,7 +74,8 @@ def _message(value: Any, name: str, traits: TemplateTraits) -> Message:
     message = {key: item for key, item in plain_json(value, name).items() if item is not None}
     role = message.get("role")
     if role not in ROLES:
-        raise InvalidRequest(f"{name}.role must be one of {', '.join(ROLES)}; got {role!r}.", name, "invalid_value")
+        message_text = f"{name}.role must be one of {', '.join(ROLES)}; got {role!r:.100}."
+        raise InvalidRequest(message_text, name, "invalid_value")
     if not message.get("tool_calls", True):
         del message["tool_calls"]
     elif "tool_calls" in message:
@@ -94,7 +95,7 @@ def _set_content(message: Message, name: str, traits: TemplateTraits) -> None:
     if content is None and not may_lack:
         raise InvalidRequest(f"{name}.content is required.", f"{name}.content", "missing_required_parameter")
     if isinstance(content, list):
-        content = PART_JOINER.join(_part(part, f"{name}.content[{i}]") for i, part in enumerate(content)) or None
+        content = PART_JOINER.join(_part(part, f"{name}.content.{i}") for i, part in enumerate(content)) or None
     if content is None and may_lack and traits.takes_absent_content:
         message.pop("content", None)
         return
@@ -108,7 +109,7 @@ def _part(part: Any, name: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "refusal"):
-        raise InvalidRequest(f"{name} is of type {kind!r}; this model takes text only.", name, "invalid_value")
+        raise InvalidRequest(f"{name} is of type {kind!r:.100}; this model takes text only.", name, "invalid_value")
     text = part.get(kind)
     if not isinstance(text, str):
         raise InvalidRequest(f"{name}.{kind} must be a string.", name, "invalid_type")

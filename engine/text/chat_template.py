@@ -69,14 +69,17 @@ class ChatRenderer:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        window: int | None = None,
     ) -> list[int]:
         """Token ids of the conversation; BOS where the template writes it.
 
-        `continue_final_message` ends inside the last message, for the model to go on with it. Raises `InvalidRequest`
+        `continue_final_message` ends inside the last message, for the model to go on with it. Raises
+        `ContextLengthExceeded` where the text certainly exceeds `window` tokens (None: no limit), `InvalidRequest`
         for messages that cannot be taken, for a template that refuses them or fails, and where there is no template.
         """
         chat = self._chat(messages, add_generation_prompt, continue_final_message, tools, template_kwargs)
         text = self._render_all(chat)
+        self._tokenizer.check_fits(text, window)
         if not self._holds_control_text(chat):
             return self._tokenizer.encode_trusted(text)
         return self._tokenizer.encode_trusted(*self._attribute(chat, text))
@@ -111,7 +114,9 @@ class ChatRenderer:
             )
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
-                "add_generation_prompt and continue_final_message cannot both be true.", "continue_final_message"
+                "add_generation_prompt and continue_final_message cannot both be true.",
+                "continue_final_message",
+                "invalid_value",
             )
         return _Chat(
             normalize_messages(messages, self.traits),
@@ -126,7 +131,7 @@ class ChatRenderer:
         for name in arguments:
             if not name.isidentifier() or name.startswith("_") or name in self._reserved:
                 raise InvalidRequest(
-                    f"chat_template_kwargs must not set {name!r}.", "chat_template_kwargs", "invalid_value"
+                    f"chat_template_kwargs must not set {name!r:.100}.", "chat_template_kwargs", "invalid_value"
                 )
         return dict(plain_json(arguments, "chat_template_kwargs"))
 
@@ -170,7 +175,9 @@ class ChatRenderer:
         ):
             length += len(piece)
             if length > MAX_RENDERED_CHARS:
-                raise InvalidRequest(f"The conversation is longer than {MAX_RENDERED_CHARS} characters.", "messages")
+                raise InvalidRequest(
+                    f"The conversation is longer than {MAX_RENDERED_CHARS} characters.", "messages", "invalid_value"
+                )
             pieces.append(piece)
         text = "".join(pieces)
         return _cut_after(final, text) if chat.continues else text

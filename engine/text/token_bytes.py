@@ -27,7 +27,7 @@ class TokenBytes(dict[int, bytes]):
         """Whether a text is its tokens' bytes put together; else a token's bytes are what it decodes to alone."""
         self._backend = backend
         self._added = backend.get_added_tokens_decoder().keys()
-        self._byte_of = _byte_level_alphabet() if "ByteLevel" in kinds else None
+        self._byte_of = byte_level_alphabet() if "ByteLevel" in kinds else None
         self._has_byte_tokens = "ByteFallback" in kinds
         self._replaced = [
             (step["pattern"]["String"], step["content"])
@@ -74,7 +74,7 @@ def _is_simple(step: dict[str, Any]) -> bool:
     return step["type"] != "Replace" or "String" in step["pattern"]
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's spelling of bytes: printable ones as themselves, the rest as characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -16,12 +16,17 @@ from typing import Any
 
 import tokenizers
 
-from engine.errors import InvalidRequest, StartupError
+from engine.errors import ContextLengthExceeded, InvalidRequest, StartupError
 from engine.source import ModelSource
 from engine.text.detokenizer import ByteDetokenizer, Detokenizer, LibraryDetokenizer
 from engine.text.gguf_tokenizer import SPACE, read_gguf
-from engine.text.token_bytes import TokenBytes
+from engine.text.token_bytes import TokenBytes, byte_level_alphabet
 from engine.text.tokenizer_files import TokenizerParts, read_folder
+
+LONG_TEXT = 1024
+"""Characters from which a text is encoded without the interpreter's lock, so that other threads go on."""
+NFC_SHRINKS = 4
+"""Canonical composition makes a text shorter by this factor at most, in UTF-8 (Unicode, section 3.11)."""
 
 
 class Tokenizer:
@@ -46,6 +51,7 @@ class Tokenizer:
         self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._plain, self._plain_inside = _plain_tokenizers(self.backend, self._control)
         self._bytes = TokenBytes(self.backend)
+        self._token_limit = _longest_token(self.backend)
 
     @classmethod
     def load(cls, source: ModelSource) -> "Tokenizer":
@@ -65,6 +71,16 @@ class Tokenizer:
         if add_special_tokens and self.adds_bos and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)  # type: ignore[arg-type]  # adds_bos says there is one
         return ids
+
+    def check_fits(self, text: str, window: int | None) -> None:
+        """Raises `ContextLengthExceeded` where `text` certainly has `window` tokens or more, told by its length alone.
+        None: no limit."""
+        if window is None or self._token_limit is None or len(text) * 4 <= window * self._token_limit[0]:
+            return
+        longest, dropped = self._token_limit
+        at_least = -(-len(text.encode("utf-8", "replace").translate(None, dropped)) // longest)
+        if at_least > window:
+            raise ContextLengthExceeded(window, at_least, at_least=True)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of `text` as words: nothing in it is a control token, no BOS. Raises `InvalidRequest` as `encode`."""
@@ -97,7 +113,11 @@ class Tokenizer:
 
     def _without_control(self, ids: list[int]) -> list[int]:
         if not self._control_ids.isdisjoint(ids):
-            raise InvalidRequest("The text spells a control token that this model's tokenizer cannot take as words.")
+            raise InvalidRequest(
+                "The text spells a control token that this model's tokenizer cannot take as words.",
+                None,
+                "invalid_value",
+            )
         return ids
 
     # ------------------------------------------------------------------ ids -> text
@@ -135,8 +155,57 @@ def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest("The text is not valid Unicode: it holds a lone surrogate.") from None
-    return list(backend.encode(text, add_special_tokens=False).ids)
+        raise InvalidRequest(
+            "The text is not valid Unicode: it holds a lone surrogate.", None, "invalid_value"
+        ) from None
+    if len(text) < LONG_TEXT:
+        return list(backend.encode(text, add_special_tokens=False).ids)
+    [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)  # `encode` would hold the lock throughout
+    return list(encoding.ids)
+
+
+def _longest_token(backend: tokenizers.Tokenizer) -> tuple[int, bytes] | None:
+    """Bytes of text that one token stands for at most, and the bytes that have no token (a byte-level vocabulary may
+    lack some; text loses them). None where a token may stand for any number of bytes.
+    """
+    data = json.loads(backend.to_str())
+    added = backend.get_added_tokens_decoder().values()
+    normalizers = _steps_of(data["normalizer"], "normalizers")
+    pre_tokenizers = _steps_of(data["pre_tokenizer"], "pretokenizers")
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    is_byte_level = any(step["type"] == "ByteLevel" for step in (*normalizers, *pre_tokenizers))
+    dropped = bytes(byte for char, byte in byte_level_alphabet().items() if is_byte_level and char not in vocabulary)
+    has_bytes = is_byte_level and not (dropped and any(step["type"] == "NFC" for step in normalizers))
+    if data["model"].get("byte_fallback"):
+        has_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    is_lossless = all(step["type"] in ("NFC", "ByteLevel", "Prepend") or _is_space_mark(step) for step in normalizers)
+    keeps_all = all(_keeps_text(step) for step in pre_tokenizers)
+    is_whole = data["truncation"] is None and data["model"]["type"] in ("BPE", "Unigram")
+    if not (is_whole and has_bytes and is_lossless and keeps_all) or any(
+        token.lstrip or token.rstrip for token in added
+    ):
+        return None
+    lengths = [len(token) if is_byte_level else len(token.replace(SPACE, " ").encode()) for token in vocabulary]
+    longest = max([*lengths, *(len(token.content.encode()) for token in added)])
+    return longest * (NFC_SHRINKS if any(step["type"] == "NFC" for step in normalizers) else 1), dropped
+
+
+def _steps_of(part: Any, key: str) -> list[Any]:
+    """The steps of a normalizer or pre-tokenizer, sequences laid flat."""
+    if part is None:
+        return []
+    return [step for inner in part[key] for step in _steps_of(inner, key)] if part["type"] == "Sequence" else [part]
+
+
+def _is_space_mark(step: Any) -> bool:
+    return bool(step == {"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+
+
+def _keeps_text(step: Any) -> bool:
+    """Pre-tokenizers that only cut."""
+    if step["type"] == "Split":
+        return bool(step["behavior"] != "Removed")
+    return step["type"] in ("ByteLevel", "Digits", "Metaspace")
 
 
 def _plain_tokenizers(

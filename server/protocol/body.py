@@ -2,14 +2,33 @@
 
 import re
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
 from engine import InvalidRequest
 
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*", re.ASCII)
 _UNION_TAGS = frozenset({"str", "int", "float", "bool", "dict", "list"})
+
+
+def number(value: object) -> object:
+    """Neither booleans nor numbers written as strings, both of which pydantic would convert."""
+    if isinstance(value, bool | str):
+        raise ValueError("Input should be a number, not a boolean or a string")
+    if isinstance(value, int) and abs(value) >= 10**100:
+        raise ValueError("Input should be a number of at most 100 digits")
+    return value
+
+
+INT32_MAX = 2**31 - 1
+
+Int = Annotated[int, BeforeValidator(number)]
+"""An integer; 16.0 is one too."""
+Float = Annotated[float, BeforeValidator(number)]
+Int32 = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX), BeforeValidator(number)]
+TokenId = Annotated[int, Strict()]
+"""In lists, which may be long: checked without calling Python for each item."""
 
 
 class Body(BaseModel):

@@ -4,10 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from server.protocol.body import Body
-from server.protocol.sampling import GenerationBody
+from server.protocol.body import Body, Int
+from server.protocol.sampling import GenerationBody, Logprobs
 
 MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 16384
+"""Over all messages of a request."""
+ITEM_CHARS = 32
+"""A message or a part costs as much to render as so many characters of text."""
 
 
 class Lenient(Body):
@@ -39,7 +43,7 @@ class ToolCall(Lenient):
 
 class Message(Lenient):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
@@ -48,11 +52,17 @@ class Message(Lenient):
     reasoning_content: str | None = None
 
     @property
+    def num_parts(self) -> int:
+        return len(self.content) if isinstance(self.content, list) else 0
+
+    @property
     def length(self) -> int:
-        """Characters of its content."""
+        """What rendering it costs, in characters of text."""
+        texts = [self.content, self.refusal, self.reasoning, self.reasoning_content, *(self.model_extra or {}).values()]
+        texts += [call.function.arguments for call in self.tool_calls or ()]
         if isinstance(self.content, list):
-            return sum(len(part.text or "") for part in self.content)
-        return len(self.content or "")
+            texts += [part.text or part.refusal for part in self.content]
+        return ITEM_CHARS * (1 + self.num_parts) + sum(len(text) for text in texts if isinstance(text, str))
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -72,10 +82,10 @@ class TemplateBody(Body):
 
 class ChatBody(GenerationBody, TemplateBody):
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     """Wins over the older `max_tokens`. Absent: up to the window."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Logprobs | None = None
     reasoning_effort: str | None = None
     """Handed to the chat template."""
 

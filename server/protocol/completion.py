@@ -4,12 +4,13 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
-from server.protocol.sampling import GenerationBody
+from server.protocol.body import Int, TokenId
+from server.protocol.sampling import GenerationBody, Logprobs
 
 MAX_PROMPTS = 512
 
 Texts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 TokenLists = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
@@ -33,8 +34,8 @@ Prompt = Annotated[
 class CompletionBody(GenerationBody):
     prompt: Prompt
     """A text, texts, token ids, or lists of token ids."""
-    logprobs: int | None = Field(None, ge=0, le=20)
-    best_of: int | None = None
+    logprobs: Logprobs | None = None
+    best_of: Int | None = None
     """Only the value of `n`: picking the best of more is not served."""
     add_special_tokens: bool | None = None
 

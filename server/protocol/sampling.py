@@ -1,17 +1,19 @@
 """What chat and raw completions have in common: model, sampling, streaming, scheduling."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, Strict
 
-from server.protocol.body import Body
-
-INT32_MAX = 2**31 - 1
+from engine.sampling_params import MAX_ALLOWED_TOKEN_IDS
+from server.protocol.body import INT32_MAX, Body, Float, Int, Int32, TokenId, number
 
 # A list stops at its first bad item: its errors must not outgrow it.
 Strings = Annotated[list[str], Field(fail_fast=True)]
-Ints = Annotated[list[int], Field(fail_fast=True)]
-Int32 = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
+Ints = Annotated[list[TokenId], Field(fail_fast=True)]
+AllowedIds = Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)]
+Logprobs = Annotated[int, Field(ge=0, le=20), BeforeValidator(number)]
+Truncation = Annotated[int, Field(ge=-1, le=INT32_MAX), BeforeValidator(number)]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 
 
 class StreamOptions(Body):
@@ -27,26 +29,26 @@ class GenerationBody(Body):
     """Shared request fields. Ranges that belong to sampling are checked by `SamplingParams`."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_tokens: Int | None = None
+    n: Int | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
     top_k: Int32 | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
+    min_p: Float | None = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
+    repetition_penalty: Float | None = None
+    logit_bias: dict[str, Annotated[float, Strict()]] | None = None
+    seed: Int | None = None
     stop: str | Strings | None = None
     stop_token_ids: Ints | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: Int | None = None
     ignore_eos: bool | None = None
     bad_words: Strings | None = None
-    allowed_token_ids: Ints | None = None
-    truncate_prompt_tokens: Int32 | None = Field(None, ge=-1)
+    allowed_token_ids: AllowedIds | None = None
+    truncate_prompt_tokens: Truncation | None = None
     """Keep the last so many prompt tokens; -1: as many as the window takes."""
 
     stream: bool | None = None
@@ -59,7 +61,7 @@ class GenerationBody(Body):
     """Lower runs first."""
     cache_salt: str | None = None
     """Prompts with different salts share no cache."""
-    service_tier: str | None = None
+    service_tier: ServiceTier | None = None
     user: str | None = None
 
     # documented, not served: see unsupported.py

@@ -1,8 +1,14 @@
 """POST /tokenize and /detokenize, in vLLM's shapes."""
 
-from server.protocol.body import Body
+from typing import Annotated
+
+from pydantic import Field
+
+from server.protocol.body import Body, TokenId
 from server.protocol.chat import Messages, TemplateBody
-from server.protocol.sampling import Ints
+
+MAX_TOKENS = 1 << 20
+"""That /detokenize takes."""
 
 
 class TokenizeBody(TemplateBody):
@@ -17,4 +23,4 @@ class TokenizeBody(TemplateBody):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: Ints
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]

@@ -1,5 +1,6 @@
 """GET /debug/kv: where the pages are, and the latest events with their reasons."""
 
+import asyncio
 from typing import Annotated, Any
 
 import msgspec
@@ -8,6 +9,7 @@ from starlette.requests import Request
 
 from engine import NotReady
 from server.context import caller_of, context_of
+from server.errors import DRAINING_RETRY_SECONDS, HTTPError, Problem, retry_after
 
 router = APIRouter(tags=["kv"])
 
@@ -22,7 +24,14 @@ async def kv(request: Request, events: Annotated[int, Query(ge=0, le=MAX_EVENTS)
     client = context.engine()
     if client.info is None:
         raise NotReady("The model is still loading.", "loading")
-    report = await client.kv_report(events, caller_of(request).tenant)
+    seconds = context.limits.report_seconds
+    try:
+        async with asyncio.timeout(seconds):
+            report = await client.kv_report(events, caller_of(request).tenant)
+    except TimeoutError:
+        message = f"The engine has not answered within {seconds:g} seconds."
+        headers = retry_after(DRAINING_RETRY_SECONDS)
+        raise HTTPError(Problem(503, message, code="engine_not_ready", headers=headers)) from None
     return {
         **report.memory,
         "model": client.model.name,

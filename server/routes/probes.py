@@ -20,6 +20,10 @@ _REASONS = {
 }
 
 
+@router.head("/health", include_in_schema=False)
+@router.head("/live", include_in_schema=False)
+@router.head("/livez", include_in_schema=False)
+@router.head("/ping", include_in_schema=False)
 @router.get("/health")
 @router.get("/live")
 @router.get("/livez")
@@ -33,6 +37,8 @@ async def health(request: Request) -> Response:
     return Problem(503, _REASONS["dead"], code="engine_dead").response()
 
 
+@router.head("/ready", include_in_schema=False)
+@router.head("/readyz", include_in_schema=False)
 @router.get("/ready")
 @router.get("/readyz")
 async def ready(request: Request) -> Response:

@@ -29,7 +29,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages.", "prompt", "invalid_value")
     if body.prompt is not None:
-        [tokens] = await translate.encoded(context, client, [body.prompt], body.add_special_tokens)
+        [tokens] = await translate.encoded(context, client, [body.prompt], body.add_special_tokens, None)
     else:
         refuse(body, TEMPLATE)
         tokens = await translate.conversation(context, client, body)
@@ -37,7 +37,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
         "count": len(tokens),
         "max_model_len": client.info.cache.max_model_len,
         "tokens": tokens,
-        "token_strs": [client.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
+        "token_strs": await translate.token_texts(context, client, tokens) if body.return_token_strs else None,
     }
 
 
@@ -48,8 +48,4 @@ async def detokenize(request: Request) -> dict[str, str]:
     client = context.engine()
     body = parse(DetokenizeBody, await read_body(request, context.limits))
     context.served_name(body.model)
-    size = client.tokenizer.vocab_size
-    for token in body.tokens:
-        if not 0 <= token < size:
-            raise InvalidRequest(f"tokens holds {token}; ids are 0 to {size - 1}.", "tokens", "invalid_value")
-    return {"prompt": client.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    return {"prompt": await translate.decoded(context, client, body.tokens)}

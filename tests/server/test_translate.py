@@ -111,3 +111,68 @@ def test_deadlines_from_the_openai_clients(monkeypatch: pytest.MonkeyPatch):
     assert seen[7].deadline is None, "comment lines keep a stream's reader waiting"
     assert [envelope.priority for envelope in seen[8:]] == [-3, -1, 4, 4]
     assert len({envelope.request_id for envelope in seen}) == len(seen)
+
+
+@pytest.mark.parametrize("biases", [{"--5": 1}, {"5" * 5000: 1}, {"5": 1, "05": 2}, {"٥": 1}, {"5\n": 1}, {"5": True}])
+def test_logit_bias_keys_are_strict(biases: dict[str, float]):
+    with pytest.raises(InvalidRequest) as error:
+        params({"logit_bias": biases})
+    assert (error.value.param or "").startswith("logit_bias")
+
+
+def test_allowed_token_ids_are_bounded_and_without_doubles():
+    assert params({"allowed_token_ids": [3, 5, 3, 3]}).allowed_token_ids == (3, 5)
+    with pytest.raises(InvalidRequest) as error:
+        params({"allowed_token_ids": [3] * 65537})
+    assert error.value.param == "allowed_token_ids"
+    with pytest.raises(InvalidRequest, match="at most 65536"):
+        SamplingParams(allowed_token_ids=tuple(range(65537)))
+
+
+def test_allowed_tokens_must_not_all_be_masked_by_min_tokens():
+    end = client().tokenizer.eos_token_ids[0]
+    for body in ({"allowed_token_ids": [end]}, {"allowed_token_ids": [end, 7], "stop_token_ids": [7]}):
+        with pytest.raises(InvalidRequest) as error:
+            params({**body, "min_tokens": 1})
+        assert error.value.param == "allowed_token_ids"
+        assert params(body).min_tokens == 0
+    assert params({"allowed_token_ids": [end, 7], "min_tokens": 1}).allowed_token_ids == (end, 7)
+
+
+def test_bad_words_are_of_bounded_length():
+    assert len(params({"bad_words": ["x" * 512]}).bad_words[0]) == 512
+    with pytest.raises(InvalidRequest, match="512") as error:
+        params({"bad_words": ["x" * 513]})
+    assert error.value.param == "bad_words"
+
+
+@pytest.mark.parametrize("value", [0.001, 0, -1, 100.5])
+def test_repetition_penalty_has_a_range(value: float):
+    with pytest.raises(InvalidRequest) as error:
+        params({"repetition_penalty": value})
+    assert error.value.param == "repetition_penalty"
+    assert params({"repetition_penalty": 0.01}).repetition_penalty == 0.01
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "n", "temperature", "top_k", "seed", "priority", "top_logprobs"])
+@pytest.mark.parametrize("value", [True, "1"])
+def test_booleans_and_strings_are_not_numbers(field: str, value: Any):
+    with pytest.raises(InvalidRequest) as error:
+        params({field: value})
+    assert error.value.param == field
+    params({field: 1.0})
+
+
+def test_numbers_of_any_length_are_refused_in_words():
+    for field in ("n", "seed", "max_tokens", "top_k", "temperature", "stop_token_ids"):
+        digits = "9" * 4000
+        raw = f'{{"messages": [], "{field}": {f"[{digits}]" if field == "stop_token_ids" else digits}}}'
+        with pytest.raises(InvalidRequest):
+            parse(ChatBody, raw.encode())
+
+
+def test_service_tiers_are_the_documented_ones():
+    params({"service_tier": "flex"})
+    with pytest.raises(InvalidRequest) as error:
+        params({"service_tier": "x" * 1000})
+    assert error.value.param == "service_tier" and len(error.value.message) < 200

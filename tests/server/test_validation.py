@@ -1,5 +1,6 @@
 """What is refused, how, and that nobody else notices."""
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -8,11 +9,16 @@ from typing import Any
 
 import pytest
 from bytetok import CHATML, byte_tokenizer
-from kit import MODEL, ScriptedServer, endless, receive_until
+from kit import MODEL, ScriptedServer, endless, eventually, receive_until
+from uvicorn.server import ServerState
 
+from engine.errors import InvalidRequest
 from engine.text.chat_template import ChatRenderer
 from server.http_protocol import BoundedHTTP
 from server.limits import MEBIBYTE, HTTPLimits
+from server.protocol.body import parse
+from server.protocol.tokens import DetokenizeBody
+from server.serving import http_config
 
 BODY_LIMIT = MEBIBYTE
 WINDOW = 128
@@ -467,3 +473,109 @@ def test_debug_kv_has_the_figures_of_memory_stats(server: ScriptedServer):
     } <= report.keys()  # fmt: skip
     assert report["total_pages"] == 256 and report["cache"]["block_size"] == 4 and report["cached_pages"] > 0
     assert 0 < len(report["events"]) <= 5 and all("kind" in event for event in report["events"])
+
+
+def test_a37_content_parts_are_bounded_over_all_messages(server: ScriptedServer):
+    part = {"type": "text", "text": ""}
+    two = [user([part] * 8193), user([part] * 8192)]
+    assert_refused(server.post_chat(messages=two), param="messages", code="invalid_value")
+    assert_refused(server.post_chat(messages=[user([part] * 16385)]), param="messages.0.content")
+
+
+def test_a37_detokenize_takes_a_bounded_number_of_tokens(server: ScriptedServer):
+    assert_refused(server.http.post("/detokenize", json={"tokens": [1, True]}), param="tokens")
+    assert server.http.post("/detokenize", json={"tokens": [65] * 5000}).json() == {"prompt": "A" * 5000}
+    assert_refused(server.http.post("/detokenize", json={"tokens": [65] * 5000 + [10**6]}), param="tokens")
+    with pytest.raises(InvalidRequest, match="1048576"):
+        parse(DetokenizeBody, b'{"tokens": [' + b",".join([b"1"] * ((1 << 20) + 1)) + b"]}")
+
+
+def test_a11_a_text_that_cannot_fit_is_not_tokenised(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("engine.text.tokenizer._encode", None)
+    text = "x" * (20 * WINDOW)
+    for response in (server.post_completion(text), server.post_completion(["s1", text][1:])):
+        error = assert_refused(response, code="context_length_exceeded")
+        assert "at least" in error["message"]
+    assert_refused(server.post_chat(text), code="context_length_exceeded")
+
+
+def test_a11_a_long_text_may_be_truncated_or_counted(server: ScriptedServer):
+    text = "x" * (20 * WINDOW) + " s1"
+    assert server.post_completion(text, truncate_prompt_tokens=8).status_code == 200
+    assert server.http.post("/tokenize", json={"prompt": text}).json()["count"] == len(text)
+
+
+def test_a16_booleans_and_strings_are_not_numbers(server: ScriptedServer):
+    for body in ({"max_tokens": True}, {"n": "2"}, {"stop_token_ids": [True]}, {"logprobs": True}):
+        [name] = body
+        assert_refused(server.post_completion("s1", **body), param=name)
+    assert_refused(server.post_completion([True, False]), param="prompt")
+
+
+def test_min_tokens_raises_the_default_of_max_tokens(server: ScriptedServer):
+    assert server.completion("long", min_tokens=20)["usage"]["completion_tokens"] == 20
+    assert server.completion("long", min_tokens=2)["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/readyz", "/live", "/livez", "/ping", "/v1/models"])
+def test_head_is_get_without_a_body(server: ScriptedServer, path: str):
+    head, get = server.http.head(path), server.http.get(path)
+    assert (head.status_code, head.content) == (get.status_code, b"") == (200, b"")
+    assert head.headers.get("content-type") == get.headers.get("content-type")
+
+
+def test_a16_paths_are_dotted_and_names_short(server: ScriptedServer):
+    image = user([{"type": "text", "text": "x"}, {"type": "y" * 1000}])
+    error = assert_refused(server.post_chat(messages=[image]))
+    assert error["param"] == "messages.0.content.1" and len(error["message"]) < 300
+    both = server.post_chat("s1", add_generation_prompt=True, continue_final_message=True)
+    assert_refused(both, param="continue_final_message", code="invalid_value")
+    unknown = assert_refused(server.post_chat("s1", model="z" * 1000), 404, "model")
+    assert "z" * 99 + "…" in unknown["message"] and "z" * 100 not in unknown["message"]
+
+
+def test_debug_kv_does_not_wait_for_an_engine_that_is_busy():
+    limits = HTTPLimits(report_seconds=0.05)
+    with ScriptedServer({"long": endless}, limits=limits) as server:
+        server.executor.hold()
+        with server.open_request("long", max_tokens=20, stream=True):
+            eventually(lambda: server.http.get("/debug/kv").status_code == 503)  # the step has begun
+            refused = server.http.get("/debug/kv")
+            assert_refused(refused, 503, code="engine_not_ready")
+            assert "retry-after" in refused.headers
+            server.executor.allow(None)
+
+
+class Recorder(asyncio.Transport):
+    """What a protocol writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self._closing = b"", False
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        self._closing = True
+
+
+def test_a37_a_whole_head_in_one_read_is_bounded_too(server: ScriptedServer):
+    loop = asyncio.new_event_loop()
+    try:
+        long = b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nX: " + b"y" * 40_000
+        for head in (long, b"GET / HTTP/1.1" + b"\r\nX: y" * 20_000):
+            config = http_config(server.app)
+            config.load()
+            protocol = BoundedHTTP(config, ServerState(), {}, loop)
+            transport = Recorder()
+            protocol.connection_made(transport)
+            protocol.data_received(head + b"\r\nHost: kit\r\n\r\n")
+            protocol.connection_lost(None)
+            assert transport.written.startswith(b"HTTP/1.1 431 ") and transport.written.count(b"HTTP/1.1") == 1
+            assert protocol.cycle is None
+    finally:
+        loop.close()

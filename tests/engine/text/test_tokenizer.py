@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizer_families import CORPUS, TEXTS, byte_level, llama3_split, sentencepiece, sentencepiece_pieces
 from tokenizers import AddedToken
 
-from engine.errors import InvalidRequest, StartupError
+from engine.errors import ContextLengthExceeded, InvalidRequest, StartupError
 from engine.source import ModelSource
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import LONG_TEXT, NFC_SHRINKS, Tokenizer
 from engine.text.tokenizer_files import TokenizerParts
 
 BYTES = byte_tokenizer()
@@ -331,3 +332,37 @@ def test_using_it_loads_no_torch(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_text_that_certainly_exceeds_the_window_is_refused_by_its_length():
+    tokenizer = byte_tokenizer(["xy" * 10])
+    tokenizer.check_fits("x" * 20 * 8, 8)
+    tokenizer.check_fits("x" * 10**6, None)
+    with pytest.raises(ContextLengthExceeded, match="at least 9 tokens"):
+        tokenizer.check_fits("x" * (20 * 8 + 1), 8)
+    with pytest.raises(ContextLengthExceeded):
+        tokenizer.check_fits("é" * (10 * 8 + 1), 8)
+
+
+def test_composition_shrinks_utf8_by_four_at_most():
+    spellings: dict[str, str] = {}  # a composed text -> its longest spelling among single characters
+    for code in range(0x110000):
+        if 0xD800 <= code < 0xE000:
+            continue
+        composed = unicodedata.normalize("NFC", chr(code))
+        spellings[composed] = max(spellings.get(composed, ""), chr(code), key=lambda text: len(text.encode()))
+    for code in range(0x110000):
+        if 0xD800 <= code < 0xE000:
+            continue
+        composed = unicodedata.normalize("NFC", chr(code))
+        parts = unicodedata.normalize("NFD", chr(code))
+        longest = sum(len(spellings.get(part, part).encode()) for part in parts)
+        assert longest <= NFC_SHRINKS * len(composed.encode()), hex(code)
+
+
+def test_long_texts_have_the_tokens_that_they_would_have_had():
+    tokenizer = byte_tokenizer()
+    text = "hé <|end|> " * (LONG_TEXT // 4)
+    assert (
+        tokenizer.encode(text, add_special_tokens=False) == tokenizer.backend.encode(text, add_special_tokens=False).ids
+    )
