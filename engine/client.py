@@ -170,7 +170,7 @@ class EngineClient:
         """Ends the engine and the sockets."""
         if self.phase != "dead":
             self._send(Shutdown())
-            self._die("the server has shut down")
+            self._die("the server has shut down", NotReady("The server has shut down.", "draining"))
         if self._child is not None:
             await self._child.stop()
         for task in self._tasks:
@@ -422,12 +422,13 @@ class EngineClient:
         self.phase = phase
         self._signal()
 
-    def _die(self, message: str) -> None:
+    def _die(self, message: str, error: Exception | None = None) -> None:
+        """Fails everything open with `error`, `EngineDead` unless given."""
         if self.phase == "dead":
             return
         self.failure = message
         self._enter("dead")
-        error = EngineDead(message)
+        error = error or EngineDead(message)
         for sequence in list(self._open.values()):
             self._account(sequence, "error")
             sequence.stream.fail(error)

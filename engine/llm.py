@@ -76,7 +76,7 @@ class LLM:
         """Answers one conversation."""
         return self._run([(None, self.chat_renderer.render(messages))], [params or SamplingParams(max_tokens=None)])[0]
 
-    def memory_stats(self) -> dict[str, float]:
+    def memory_stats(self) -> dict[str, int | float]:
         """total_pages, used_pages, cached_pages, free_pages, utilization, slot_utilization, active_requests,
         bytes_per_page, bytes_per_token, total_bytes."""
         return self._core.memory_stats()

@@ -202,7 +202,7 @@ class EngineFailed(msgspec.Struct, tag=True):
 
 class KVReport(msgspec.Struct, tag=True):
     query_id: int
-    memory: dict[str, float]
+    memory: dict[str, int | float]
     """`LLM.memory_stats()`: total_pages, used_pages, cached_pages, free_pages, utilization, slot_utilization,
     active_requests, bytes_per_page, bytes_per_token, total_bytes."""
     events: list[dict[str, str | int | float | None]]

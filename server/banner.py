@@ -42,7 +42,7 @@ def startup_block(model: str, ready: EngineReady, settings: Settings, host: str,
     width = max(map(len, lines))
     rows = "\n".join(f"  {name:<{width}}  {value}" for name, value in lines.items())
     key = " -H 'Authorization: Bearer KEY'" if settings.api_key else ""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is an octavo?"}]})
+    body = json.dumps({"messages": [{"role": "user", "content": "What is an octavo?"}], "max_tokens": 64})
     curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     return f"\nOctavo serves {model}\n{rows}\n\n  {curl}\n"
 

@@ -92,7 +92,7 @@ _ROUTING_CODES = {404: "unknown_url", 405: "method_not_allowed"}
 
 def _sentence(error: HTTPException) -> str:
     if error.status_code == 404:
-        return "Unknown request URL. GET / lists the routes of this server."
+        return "Unknown request URL. GET /openapi.json lists the routes of this server."
     if error.status_code == 405:
         return f"This route does not take that method; it takes {(error.headers or {}).get('Allow', 'others')}."
     return error.detail

@@ -70,7 +70,7 @@ class EngineCore:
         """A snapshot of its own."""
         return self.scheduler.stats()
 
-    def memory_stats(self) -> dict[str, float]:
+    def memory_stats(self) -> dict[str, int | float]:
         """total_pages, used_pages, cached_pages, free_pages, utilization, slot_utilization, active_requests,
         bytes_per_page, bytes_per_token, total_bytes."""
         return memory_stats(self.scheduler.kv, self._cache, len(self.scheduler.running))

@@ -53,7 +53,7 @@ def snapshot(counters: Counters, kv: KVManager, running: int, waiting: int, wait
     )
 
 
-def memory_stats(kv: KVManager, cache: CacheInfo, active_requests: int) -> dict[str, float]:
+def memory_stats(kv: KVManager, cache: CacheInfo, active_requests: int) -> dict[str, int | float]:
     """The pool at a glance. utilization: pages in use of all; slot_utilization: token slots filled of those in use."""
     pool = kv.pool
     used = pool.num_active

@@ -10,6 +10,7 @@ Threads are the library's own (`csrc/threads.cpp`).
 """
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,8 @@ import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
 
@@ -61,6 +64,7 @@ def cached_library(cache: Path) -> Path:
     key = hashlib.sha256((source_key() + compiler_version(compiler)).encode()).hexdigest()[:16]
     library = cache / f"liboctavo-{key}.so"
     if not library.exists():
+        log.warning("Compiling the native kernels into %s (once; some 20 seconds).", cache)
         compile_library(library, compiler)
     return library
 
