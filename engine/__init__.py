@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from engine.messages import TextDelta as TextDelta
     from engine.messages import TokenLogprobs as TokenLogprobs
     from engine.request_stream import RequestStream as RequestStream
+    from engine.sampling_params import MAX_ALLOWED_TOKEN_IDS as MAX_ALLOWED_TOKEN_IDS
+    from engine.sampling_params import MAX_STOP_STRING_CHARS as MAX_STOP_STRING_CHARS
     from engine.sampling_params import SamplingParams as SamplingParams
     from engine.served_model import ServedModel as ServedModel
     from engine.source import resolve as resolve
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "LLM": "engine.llm",
+    "MAX_ALLOWED_TOKEN_IDS": "engine.sampling_params",
+    "MAX_STOP_STRING_CHARS": "engine.sampling_params",
     "SamplingParams": "engine.sampling_params",
     # what the server builds on
     "EngineClient": "engine.client",

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from engine import EngineClient, Envelope, InvalidRequest, SamplingParams
-from engine.sampling_params import MAX_STOP_STRING_CHARS
+from engine import MAX_STOP_STRING_CHARS, EngineClient, Envelope, InvalidRequest, SamplingParams
 from server.context import ServerContext, caller_of
 from server.generation import Work
 from server.middleware import request_id_from

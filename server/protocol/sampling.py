@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
-from engine.sampling_params import MAX_ALLOWED_TOKEN_IDS
+from engine import MAX_ALLOWED_TOKEN_IDS
 from server.protocol.body import INT32_MAX, Body, Float, Int, Int32, TokenId, number
 
 # A list stops at its first bad item: its errors must not outgrow it.

@@ -605,8 +605,8 @@ def test_a_row_whose_tokens_are_all_masked_fails_alone(temperature):
 
 
 def test_penalties_that_overflow_fail_their_row_only():
-    extreme = SamplingParams(temperature=0.0, repetition_penalty=1e-38)
-    rows = [Row(torch.full((30,), 5.0), extreme), Row(random_logits(30, 1), SamplingParams(temperature=0.0))]
+    extreme = SamplingParams(temperature=0.0, repetition_penalty=0.01)
+    rows = [Row(torch.full((30,), 3e38), extreme), Row(random_logits(30, 1), SamplingParams(temperature=0.0))]
     result = sample(rows)
     assert result.faults == {0: NO_TOKEN_LEFT} and result.token_ids[1] == rows[1].logits.argmax()
 
