@@ -271,6 +271,9 @@ class EngineClient:
         return self.info
 
     def _require_room(self, sequences: int, tokens: int) -> None:
+        """A request that finds the engine idle is never refused: no later try could do better."""
+        if not self._open:
+            return
         limit = self.limits.max_num_queued_reqs
         free = max(0, self.limits.max_num_seqs - self.stats.running)
         queued = self.stats.waiting + len(self._unreceived) + sequences - free

@@ -222,3 +222,9 @@ def test_a27_keys_share_only_where_that_is_asked_for(sharing: str):
         assert ask("two") == (0 if sharing == "key" else len(prompt) - 1)
         assert ask("two", cache_salt="x") == 0 and ask("two", cache_salt="x") == len(prompt) - 1
         assert ask("one", cache_salt="x") == (0 if sharing == "key" else len(prompt) - 1)
+
+
+def test_a33_a_lone_request_larger_than_the_queue_is_served() -> None:
+    with ScriptedServer({"alone": b"x"}, max_num_seqs=4, max_num_queued_reqs=2, max_num_queued_tokens=8) as server:
+        answer = server.completion("alone in the queue", n=9, max_tokens=1)
+        assert [choice["text"] for choice in answer["choices"]] == ["x"] * 9

@@ -185,8 +185,11 @@ def test_a33_a_full_queue_refuses_at_once(start):
 def test_a33_n_choices_count_as_n(start):
     server = start(max_num_seqs=2, max_num_queued_reqs=4)
     server.executor.hold()
-    assert server.post_completion("s1", n=7).status_code == 503
+    with server.open_request("long"):
+        eventually(lambda: server.context.client.num_open == 1)
+        assert server.post_completion("s1", n=6).status_code == 503
     server.executor.allow(None)
+    eventually(lambda: server.context.client.num_open == 0)
     assert server.post_completion("s1", n=6).status_code == 200
 
 
