@@ -1,5 +1,6 @@
 """Greedy tokens equal those of transformers in fp32, whatever cache, chunks, preemption and page size do."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -130,3 +131,18 @@ def test_tiny(tiny: tuple[Loaded, Path]) -> None:
     engine = Engine(loaded, num_blocks=18)
     assert_same(engine, prompts, expected)
     assert engine.preemptions > 0
+
+
+def test_smollm2_bf16_is_close(prompts: list[list[int]]) -> None:
+    """Along our own bf16 text, each side's token is among the other's five likeliest at every position."""
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this processor does not compute in bf16")
+    reference = copy.deepcopy(reference_model()).to(torch.bfloat16)
+    loaded = Loaded.load(smollm2_gguf(), torch.bfloat16, 2048)
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5)
+    for prompt, ours in zip(prompts, Engine(loaded).run(prompts, params), strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt + ours.token_ids])).logits[0, len(prompt) - 1 : -1]
+        tops = logits.topk(5).indices.tolist()
+        for token, entry, top in zip(ours.token_ids, ours.logprobs, tops, strict=True):
+            assert token in top and top[0] in entry.top_ids
