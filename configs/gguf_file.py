@@ -53,7 +53,8 @@ class GGUFFile:
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise StartupError(f"--model: {path} cannot be read as GGUF: {error}.") from None
         except (struct.error, IndexError, OverflowError, MemoryError, RecursionError):
-            raise StartupError(f"--model: {path} is damaged or incomplete: its header ends early.") from None
+            words = "is damaged or incomplete: its header ends early; fetch it again"
+            raise StartupError(f"--model: {path} {words}.") from None
         return cls(path, metadata, {tensor.name: tensor for tensor in tensors}, size)
 
 

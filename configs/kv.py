@@ -85,7 +85,8 @@ class KVSpec:
 
     @cached_property
     def block_bytes(self) -> int:
-        return _align(sum(k.nbytes + v.nbytes for k, v in self.parts), PAGE)
+        _, last = self.parts[-1]
+        return _align(last.offset + last.nbytes, PAGE)
 
     @cached_property
     def bytes_per_token(self) -> int:

@@ -54,7 +54,8 @@ class Loaded:
         """All settings as a YAML file that --config can read, each with its origin; secrets are left out."""
         lines = [f"# Octavo {VERSION}: the settings and where each came from"]
         for name in FIELDS:
-            value, origin, key = getattr(self.settings, name), self.origins[name], flag(name)[2:]
+            value, meaning = self.settings.shown(name)
+            origin, key = self.origins[name] + (f": {meaning}" if meaning else ""), flag(name)[2:]
             if name in SECRET_FIELDS and value:
                 lines.append(f"# {key}: {len(value)} not shown  # {origin}")
             else:
@@ -128,8 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _flag_options(name: str, info: FieldInfo) -> dict[str, Any]:
     text = str(info.description)
-    if info.default not in (None, ()):
-        default = f"{info.default:g}" if isinstance(info.default, float) else str(info.default).lower()
+    if default := default_of(info):
         text += f" (default: {default})"
     options: dict[str, Any] = {"help": text.replace("%", "%%")}
     if isinstance(info.default, bool):
@@ -137,6 +137,13 @@ def _flag_options(name: str, info: FieldInfo) -> dict[str, Any]:
     words = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
     options["metavar"] = "{" + ",".join(words) + "}" if words else extra(info, "metavar")
     return options | ({"action": "append", "nargs": "+"} if _is_list(name) else {})
+
+
+def default_of(info: FieldInfo) -> str:
+    """A default as people write it; nothing where there is none: an empty list."""
+    if info.default in (None, ()):
+        return extra(info, "word")
+    return f"{info.default:g}" if isinstance(info.default, float) else str(info.default).lower()
 
 
 def _parse_flags(argv: Sequence[str]) -> _Source:

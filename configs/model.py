@@ -81,12 +81,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    hidden_act: str
     sliding_window: int | None
     dtype: DType | None
     """As declared; None where the file does not say."""
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
     generation: GenerationDefaults
 
     @classmethod
@@ -219,8 +216,6 @@ def _build(config: Fields, generation: Fields) -> ModelConfig:
         raise config.wrong("rope_dimensions", f"{head_dim}, the size of a head")
     max_position = config.integer("max_position_embeddings")
     is_sliding = architecture == "MistralForCausalLM" and config.get("sliding_window") is not None
-    eos = generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
-    bos = config.token_ids("bos_token_id")
     return ModelConfig(
         architecture=architecture,
         vocab_size=config.integer("vocab_size"),
@@ -236,11 +231,8 @@ def _build(config: Fields, generation: Fields) -> ModelConfig:
         tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
         attention_bias=config.flag("attention_bias", default=False),
         mlp_bias=config.flag("mlp_bias", default=False),
-        hidden_act="silu",
         sliding_window=config.integer("sliding_window") if is_sliding else None,
         dtype=_dtype(config),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=tuple(dict.fromkeys(eos)),
         generation=_generation(generation),
     )
 

@@ -52,14 +52,6 @@ class Fields:
             raise self.wrong(key, "true or false")
         return value
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them; () where absent."""
-        value = self.get(key)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
-            raise self.wrong(key, "a token id or a list of token ids")
-        return tuple(ids)
-
     def nested(self, key: str) -> "Fields":
         """The mapping under `key`; empty where absent."""
         value = self.get(key)
@@ -114,7 +106,6 @@ GENERATION_KEYS = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-END_OF_TEXT = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
 def gguf_fields(file: GGUFFile) -> tuple[Fields, Fields]:
@@ -133,8 +124,6 @@ def gguf_fields(file: GGUFFile) -> tuple[Fields, Fields]:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "rope_dimensions": metadata.get(f"{name}.rope.dimension_count"),
         "rope_parameters": _gguf_rope(file, metadata, str(name)),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": [metadata[key] for key in END_OF_TEXT if key in metadata],
         "num_files": metadata.get("split.count"),
     }
     rope = {"rope_dimensions": "dimension_count", "rope_type": "scaling.type", "factor": "scaling.factor"}

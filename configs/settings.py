@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -28,12 +29,15 @@ from pydantic_core import ErrorDetails
 from configs.errors import SettingsError
 
 Group = Literal["Model", "KV cache", "Scheduling", "Queue", "HTTP", "Metrics and log", "Machine"]
+Unset = tuple[Literal["auto", "none"], str]
+"""How to write that a field has no value of its own, and what then holds: 'auto', Octavo chooses; 'none', no limit."""
+NO_LIMIT: Unset = ("none", "no limit")
 SECRET_FIELDS = frozenset({"api_key"})
 """Values never shown: not in --print-config, not in an error, not in repr()."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)(b?)|b)?", re.IGNORECASE | re.ASCII)
 _POWER = {"k": 1, "m": 2, "g": 3, "t": 4}
-_NO_LIMIT = ("none", "null")
+_NOTHING = ("none", "null")
 _API_KEY = re.compile(r"[\x21-\x7e]+")
 
 
@@ -58,13 +62,8 @@ def _size(value: Any) -> Any:
     return parse_size(value) if isinstance(value, str) else value
 
 
-def _auto(value: Any) -> Any:
-    """'auto' is how to say None where None means that Octavo chooses."""
-    return None if isinstance(value, str) and value.strip().lower() == "auto" else value
-
-
-def _auto_or_minus_one(value: Any) -> Any:
-    return None if value == -1 or (isinstance(value, str) and value.strip() == "-1") else _auto(value)
+def _minus_one(value: Any) -> Any:
+    return None if value == -1 or (isinstance(value, str) and value.strip() == "-1") else value
 
 
 def _several(value: Any) -> Any:
@@ -95,17 +94,21 @@ def _block_size(value: int) -> int:
 
 Text = Annotated[str, AfterValidator(_not_empty)]
 Size = Annotated[int, BeforeValidator(_size)]
-WindowSize = Annotated[int | None, BeforeValidator(_size), BeforeValidator(_auto_or_minus_one)]
+WindowSize = Annotated[int | None, BeforeValidator(_size), BeforeValidator(_minus_one)]
 BlockSize = Annotated[int, AfterValidator(_block_size)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_several)]
 ApiKeys = Annotated[tuple[Annotated[str, AfterValidator(_api_key)], ...], BeforeValidator(_several)]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
 
 
-def _setting(default: Any, group: Group, metavar: str, help: str, **limits: Any) -> Any:
+def _setting(default: Any, group: Group, metavar: str, help: str, unset: Unset | None = None, **limits: Any) -> Any:
     """A field with its help; `metavar` stands for the value in --help (words of a Literal are shown instead), `limits`
     are pydantic's (ge, gt, le, …)."""
-    return Field(default, description=help, json_schema_extra={"group": group, "metavar": metavar}, **limits)
+    word, meaning = unset or ("", "")
+    if word:
+        help += f" {word}: {meaning}."
+    notes: dict[str, JsonValue] = {"group": group, "metavar": metavar, "word": word, "meaning": meaning}
+    return Field(default, description=help, json_schema_extra=notes, **limits)
 
 
 class Settings(BaseModel):
@@ -121,7 +124,8 @@ class Settings(BaseModel):
         None,
         "Model",
         "MODEL",
-        "A Hugging Face Hub id, a local folder of safetensors or a .gguf file. Without it: SmolLM2-135M-Instruct.",
+        "A Hugging Face Hub id, a local folder of safetensors or a .gguf file.",
+        ("auto", "SmolLM2-135M-Instruct"),
     )
     served_model_name: Texts = _setting(
         (),
@@ -133,34 +137,41 @@ class Settings(BaseModel):
         "auto",
         "Model",
         "",
-        "Number format of weights and KV cache. auto: bfloat16 where the processor computes in it, else float32.",
+        "Number format of weights and KV cache.",
+        ("auto", "bfloat16 where the processor computes in it, else float32"),
     )
     max_model_len: WindowSize = _setting(
         None,
         "Model",
         "TOKENS",
-        "Longest sequence, prompt and output together. auto (the default) or -1: the model's own window. Lowered, with "
-        "a warning, to what the KV cache can hold.",
+        "Longest sequence, prompt and output together; lowered, with a warning, to what the KV cache can hold. -1 "
+        "means auto.",
+        ("auto", "the model's own window"),
         ge=2,
     )
     chat_template: Text | None = _setting(
         None,
         "Model",
         "TEMPLATE",
-        "A file with a Jinja chat template, or the template itself, in place of the model's own.",
+        "A file with a Jinja chat template, or the template itself.",
+        ("auto", "the model's own"),
     )
 
     # ---------------------------------------------------------------- KV cache
     block_size: BlockSize = _setting(
         16, "KV cache", "TOKENS", "Tokens in one KV page: a power of two from 4 to 128.", ge=4, le=128
     )
-    gpu_memory_utilization: Annotated[float | None, BeforeValidator(_auto)] = _setting(
+    gpu_memory_utilization: float | None = _setting(
         None,
         "KV cache",
         "FRACTION",
         "Share of the memory available at start that weights and KV cache may take together (on a CPU: of main "
-        "memory). auto (the default): the KV cache takes half of what the weights leave, at most 4 GiB and no more "
-        "than --max-num-seqs full windows can use.",
+        "memory).",
+        (
+            "auto",
+            "the KV cache takes half of what the weights leave, at most 4 GiB and no more than --max-num-seqs full "
+            "windows can use",
+        ),
         gt=0.0,
         le=1.0,
     )
@@ -169,6 +180,7 @@ class Settings(BaseModel):
         "KV cache",
         "BYTES",
         "Size of the KV cache, e.g. 2.5GiB. Stands above --gpu-memory-utilization.",
+        ("auto", "as --gpu-memory-utilization says"),
         ge=1,
     )
     num_gpu_blocks_override: int | None = _setting(
@@ -176,6 +188,7 @@ class Settings(BaseModel):
         "KV cache",
         "N",
         "Size of the KV cache in pages, on a CPU too. Stands above --kv-cache-memory-bytes.",
+        ("auto", "as --kv-cache-memory-bytes or --gpu-memory-utilization says"),
         ge=1,
     )
     enable_prefix_caching: bool = _setting(
@@ -201,22 +214,27 @@ class Settings(BaseModel):
 
     # ---------------------------------------------------------------- queue
     max_num_queued_reqs: int | None = _setting(
-        256, "Queue", "N", "Sequences that may wait; beyond that: 503 with Retry-After. none: no limit.", ge=0
+        256, "Queue", "N", "Sequences that may wait; beyond that: 503 with Retry-After.", NO_LIMIT, ge=0
     )
     max_num_queued_tokens: Size | None = _setting(
         524288,
         "Queue",
         "TOKENS",
-        "Prompt tokens that may wait; beyond that: 503 with Retry-After. A lone request may exceed it. none: no limit.",
+        "Prompt tokens that may wait; beyond that: 503 with Retry-After. A lone request may exceed it.",
+        NO_LIMIT,
         ge=1,
     )
     queue_timeout: float | None = _setting(
-        300.0, "Queue", "SECONDS", "A request that has waited this long is given up with 503. none: no limit.", gt=0
+        300.0, "Queue", "SECONDS", "A request that has waited this long is given up with 503.", NO_LIMIT, gt=0
     )
 
     # ---------------------------------------------------------------- HTTP
     host: Text | None = _setting(
-        None, "HTTP", "ADDRESS", "Address to listen on. Without it: 127.0.0.1, or 0.0.0.0 where an API key is set."
+        None,
+        "HTTP",
+        "ADDRESS",
+        "Address to listen on.",
+        ("auto", "127.0.0.1, or 0.0.0.0 where an API key is set"),
     )
     port: int = _setting(8000, "HTTP", "PORT", "Port to listen on; 0: any free one.", ge=0, le=65535)
     api_key: ApiKeys = _setting(
@@ -244,11 +262,12 @@ class Settings(BaseModel):
     log_level: LogLevel = _setting("info", "Metrics and log", "", "The least important messages that are logged.")
 
     # ---------------------------------------------------------------- machine
-    num_threads: Annotated[int | None, BeforeValidator(_auto)] = _setting(
+    num_threads: int | None = _setting(
         None,
         "Machine",
         "N",
-        "Threads that compute. auto (the default): one for each physical core that Octavo may use.",
+        "Threads that compute.",
+        ("auto", "one for each physical core that Octavo may use"),
         ge=1,
         le=4096,
     )
@@ -256,19 +275,21 @@ class Settings(BaseModel):
         300.0,
         "Machine",
         "SECONDS",
-        "An engine that has work and says nothing for this long is given up: /health turns 503. none: never.",
+        "An engine that has work and says nothing for this long is given up: /health turns 503.",
+        ("none", "never"),
         gt=0,
     )
 
     @field_validator("*", mode="before")
     @classmethod
     def _plain_words(cls, value: Any, info: ValidationInfo) -> Any:
-        """'none' means None where that is possible; a bool (YAML reads `on` as one) is no number."""
+        """'none', and 'auto' where Octavo then chooses, mean None; a bool (YAML reads `on` as one) is no number."""
         assert info.field_name is not None
-        kinds = get_args(cls.model_fields[info.field_name].annotation)
-        if type(None) in kinds and isinstance(value, str) and value.strip().lower() in _NO_LIMIT:
+        field = cls.model_fields[info.field_name]
+        words = (*_NOTHING, extra(field, "word")) if type(None) in get_args(field.annotation) else ()
+        if isinstance(value, str) and value.strip().lower() in words:
             return None
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        if isinstance(value, bool) and field.annotation is not bool:
             raise ValueError("must not be true or false (a word in YAML may need quotes)")
         return value
 
@@ -302,13 +323,23 @@ class Settings(BaseModel):
             return self.host
         return "0.0.0.0" if self.api_key else "127.0.0.1"
 
+    def shown(self, name: str) -> tuple[Any, str]:
+        """A field as people may write it, 'auto' or 'none' in place of None, and in words what a word comes to."""
+        value, field = getattr(self, name), type(self).model_fields[name]
+        if name == "host" and value is None:
+            return "auto", self.bind_host + (", since an API key is set" if self.api_key else "")
+        word = extra(field, "word")
+        if word and value in (None, word):
+            return word, extra(field, "meaning")
+        return value, ""
+
 
 def flag(name: str) -> str:
     """'max_model_len' → '--max-model-len'"""
     return "--" + name.replace("_", "-")
 
 
-def extra(field: FieldInfo, key: Literal["group", "metavar"]) -> str:
+def extra(field: FieldInfo, key: Literal["group", "metavar", "word", "meaning"]) -> str:
     """What `_setting` noted about a field."""
     assert isinstance(field.json_schema_extra, dict)
     return str(field.json_schema_extra[key])

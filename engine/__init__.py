@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.messages import TokenLogprobs as TokenLogprobs
     from engine.request_stream import RequestStream as RequestStream
     from engine.sampling_params import MAX_ALLOWED_TOKEN_IDS as MAX_ALLOWED_TOKEN_IDS
+    from engine.sampling_params import MAX_LOGIT_BIAS as MAX_LOGIT_BIAS
     from engine.sampling_params import MAX_STOP_STRING_CHARS as MAX_STOP_STRING_CHARS
     from engine.sampling_params import SamplingParams as SamplingParams
     from engine.served_model import ServedModel as ServedModel
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "LLM": "engine.llm",
     "MAX_ALLOWED_TOKEN_IDS": "engine.sampling_params",
+    "MAX_LOGIT_BIAS": "engine.sampling_params",
     "MAX_STOP_STRING_CHARS": "engine.sampling_params",
     "SamplingParams": "engine.sampling_params",
     # what the server builds on

@@ -1,4 +1,4 @@
-"""The door of the engine: a prompt and its parameters become validated `AddRequest`s. Shared by client and LLM."""
+"""The door of the engine: prompts and their parameters become validated `AddRequest`s. Shared by client and LLM."""
 
 import random
 import time
@@ -16,6 +16,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """What goes along with a prompt and never changes its tokens: who asks, with which rights and how urgently."""
 
     request_id: str
+    """Of several prompts each adds its number to it, of several choices each its own."""
     salt: str | None = None
     adapter: str | None = None
     tenant: str | None = None
@@ -24,24 +25,36 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """time.monotonic() after which a sequence that still waits fails."""
 
 
+def admit_all(
+    prompts: list[list[int]], params: SamplingParams, envelope: Envelope, ready: EngineReady
+) -> list[list[AddRequest]]:
+    """What `admit` makes of each prompt of one request. Raises what it raises, for the first prompt that is refused."""
+    if len(prompts) == 1:
+        return [admit(prompts[0], params, envelope, ready)]
+    return [
+        admit(prompt, params, msgspec.structs.replace(envelope, request_id=f"{envelope.request_id}.{number}"), ready)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
 def admit(
     prompt_token_ids: list[int], params: SamplingParams, envelope: Envelope, ready: EngineReady
 ) -> list[AddRequest]:
     """One `AddRequest` for each of the n choices, max_tokens clamped to the window and the seed drawn.
 
-    Raises `InvalidRequest` (empty prompt, token id outside the vocabulary) or `ContextLengthExceeded`.
+    Raises `InvalidRequest` (empty prompt, token id outside the vocabulary) or `ContextLengthExceeded`; where they are
+    about the prompt, `param` is None: the caller knows which field it came from.
     """
     window = ready.cache.max_model_len
     if not prompt_token_ids:
-        raise InvalidRequest("The prompt is empty: it must have at least one token.", "prompt", "invalid_value")
+        raise InvalidRequest("The prompt is empty: it must have at least one token.", code="invalid_value")
     if len(prompt_token_ids) >= window:
         raise ContextLengthExceeded(window, len(prompt_token_ids))
     if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= ready.vocab_size:
         bad = next(token for token in prompt_token_ids if not 0 <= token < ready.vocab_size)
         raise InvalidRequest(
             f"The prompt holds token id {bad}; ids of this model are 0 to {ready.vocab_size - 1}.",
-            "prompt",
-            "invalid_value",
+            code="invalid_value",
         )
     params.check_vocabulary(ready.vocab_size)
     room = window - len(prompt_token_ids)

@@ -44,7 +44,7 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     config = ModelConfig.from_source(path)
     dtype_name = _dtype(settings)
     dtype, kv_format = DTYPES[dtype_name]
-    set_threads(settings.num_threads or _physical_cores())
+    set_threads(settings.num_threads or usable_cores())
     spec = KVSpec(config.kv_layers(kv_format), settings.block_size)
     plan = resolve_num_blocks(
         settings,
@@ -62,10 +62,10 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
         path, config, dtype, plan.max_model_len, lambda fraction: report(EngineLoading("loading weights", fraction))
     )
     report(EngineLoading("warming up", 1.0))
-    executor = SingleExecutor(ModelRunner(model, config, spec, plan.num_blocks, limits))
+    executor = SingleExecutor(ModelRunner(model, config, spec, plan.num_blocks, limits), launch.eos_token_ids)
     executor.warm_up()
     kv = KVManager(plan.num_blocks, settings.block_size, settings.enable_prefix_caching)
-    scheduler = Scheduler(limits, kv, frozenset(config.eos_token_ids))
+    scheduler = Scheduler(limits, kv, launch.eos_token_ids)
     cache = CacheInfo(
         num_blocks=plan.num_blocks,
         block_size=settings.block_size,
@@ -77,7 +77,7 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     )
     core = EngineCore(scheduler, executor, NoGrammar(), cache)
     summary = _summary(launch.name, config, dtype, plan, settings)
-    summary["exactness"] = _exactness(model, dtype)
+    summary["answers"] = _exactness(model, dtype)
     return core, EngineReady(cache, summary, config.vocab_size)
 
 
@@ -104,10 +104,17 @@ def _dtype(settings: Settings) -> DType:
     return settings.dtype
 
 
-def _physical_cores() -> int:
-    """Cores this process may use. Two threads of one core would share its arithmetic units."""
+def usable_cores() -> int:
+    """Cores this process may use: physical ones, since two threads of one core share its arithmetic units, and no more
+    than its container's quota pays for."""
     usable = len(psutil.Process().cpu_affinity() or [0])
-    return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+    usable = min(usable, psutil.cpu_count(logical=False) or usable)
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        usable = min(usable, int(quota) // int(period))
+    except (OSError, ValueError):  # no container, no quota ("max"), or cgroups of the first version
+        pass
+    return max(1, usable)
 
 
 def _summary(name: str, config: ModelConfig, dtype: torch.dtype, plan: PoolPlan, settings: Settings) -> dict[str, str]:
@@ -129,8 +136,12 @@ def _summary(name: str, config: ModelConfig, dtype: torch.dtype, plan: PoolPlan,
 def _kernel(op: str, dtype: torch.dtype) -> str:
     """What serves an op, and why what would have been preferred does not."""
     choice = choose(op, "cpu", dtype)
-    better = "; ".join(f"{name}: {reason}" for name, reason in choice.refused if not reason.endswith("is preferred"))
-    return f"{choice.name} (not {better})" if better else choice.name
+    better: dict[str, list[str]] = {}
+    for name, reason in choice.refused:
+        if not reason.endswith("is preferred"):
+            better.setdefault(reason, []).append(name)
+    refusals = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in better.items())
+    return f"{choice.name} (not {refusals})" if refusals else choice.name
 
 
 def _exactness(model: CausalLM, dtype: torch.dtype) -> str:

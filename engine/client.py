@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,10 +17,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from engine.admission import Envelope, admit
+from engine.admission import Envelope, admit_all
 from engine.errors import EngineDead, InvalidRequest, NotReady, Overloaded, RequestFailed, StartupError
 from engine.messages import (
     AbortRequests,
+    AddRequest,
     EngineFailed,
     EngineLoading,
     EngineReady,
@@ -69,18 +70,22 @@ class QueueLimits:
 
 @dataclass
 class _Throughput:
-    """Sequences finished lately: what Retry-After is computed from."""
+    """Sequences finished within the last minute: what Retry-After is computed from."""
 
+    clock: Callable[[], float] = time.monotonic
     marks: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
     def finished(self) -> None:
-        self.marks.append(time.monotonic())
+        self.marks.append(self.clock())
 
     def seconds_for(self, sequences: int) -> float:
         """Time to finish so many at the measured rate, between 1 and 120 s (clients ignore more)."""
+        now = self.clock()
+        while self.marks and now - self.marks[0] > 60.0:  # what was before a quiet time tells nothing
+            self.marks.popleft()
         if len(self.marks) < 2:
             return 1.0
-        rate = len(self.marks) / max(time.monotonic() - self.marks[0], 1e-3)
+        rate = len(self.marks) / max(now - self.marks[0], 1e-3)
         return min(max(sequences / rate, 1.0), 120.0)
 
 
@@ -113,6 +118,7 @@ class EngineClient:
         self._next_query = 0
         self._last_heard = time.monotonic()
         self._changed = asyncio.Event()
+        self._ended = asyncio.Event()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._context = zmq.asyncio.Context()
@@ -125,7 +131,9 @@ class EngineClient:
         self._outbox.bind(f"{address}.in")
         self._inbox.bind(f"{address}.out")
         self._child: ChildProcess | None = None
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._start(self._read())
+        self._start(self._watch())
 
     # ------------------------------------------------------------------ life
     @classmethod
@@ -142,8 +150,20 @@ class EngineClient:
         client = cls(child.address, model, limits, observer, on_loading)
         client._child = child
         await child.spawn(launch)
-        client._tasks.append(asyncio.create_task(client._outlive(child)))
+        client._start(client._outlive(child))
         return client
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task for the client's life. If it breaks, nobody would hear the engine any more: everything open fails."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.error("the client broke", exc_info=error)
+                self._die(f"the server broke: {type(error).__name__}: {error}")
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        self._tasks.append(task)
 
     async def ready(self) -> EngineReady:
         """Waits until the model is loaded. Raises `StartupError` or `EngineDead`."""
@@ -152,6 +172,10 @@ class EngineClient:
         if self.info is None:
             raise StartupError(self.failure)
         return self.info
+
+    async def ended(self) -> None:
+        """Returns once the engine is dead, whatever ended it."""
+        await self._ended.wait()
 
     async def drain(self, timeout: float) -> None:
         """Takes no new work; waits for the open sequences, then fails what is left."""
@@ -186,16 +210,22 @@ class EngineClient:
         self._die(f"the engine process {ending}")
 
     # ------------------------------------------------------------------ requests
-    async def submit(self, prompt_token_ids: list[int], params: SamplingParams, envelope: Envelope) -> RequestStream:
-        """Queues n sequences. Raises before anything is queued: `InvalidRequest`, `ContextLengthExceeded`,
-        `Overloaded`, `NotReady`, `EngineDead`."""
+    async def submit(self, prompts: list[list[int]], params: SamplingParams, envelope: Envelope) -> list[RequestStream]:
+        """Queues n sequences of each prompt and returns a stream for each prompt. All are taken or none: raises before
+        anything is queued `InvalidRequest`, `ContextLengthExceeded`, `Overloaded`, `NotReady`, `EngineDead`."""
         info = self._require_ready()
-        requests = admit(prompt_token_ids, params, envelope, info)
-        self._require_room(len(requests), len(requests) * len(prompt_token_ids))
+        admitted = admit_all(prompts, params, envelope, info)
+        requests = [request for choices in admitted for request in choices]
+        self._require_room(len(requests), sum(len(request.prompt_token_ids) for request in requests))
         if any(request.request_id in self._open for request in requests):
             raise InvalidRequest(f"A request with the id {envelope.request_id!r} is already running.", "request_id")
-        stream = RequestStream(self.abort, len(prompt_token_ids))
         stops = StopStrings(params.stop)
+        return [self._open_stream(choices, stops) for choices in admitted]
+
+    def _open_stream(self, requests: list[AddRequest], stops: StopStrings) -> RequestStream:
+        """Sends the choices of one prompt."""
+        prompt_token_ids = requests[0].prompt_token_ids
+        stream = RequestStream(self.abort, len(prompt_token_ids))
         for request in requests:
             if self.limits.queue_timeout is not None:
                 latest = request.arrival + self.limits.queue_timeout
@@ -230,8 +260,12 @@ class EngineClient:
         self._next_query += 1
         future: asyncio.Future[KVReport] = asyncio.get_running_loop().create_future()
         self._reports[self._next_query] = future
-        self._send(KVReportQuery(self._next_query, num_events, tenant))
-        return await future
+        query = KVReportQuery(self._next_query, num_events, tenant)
+        try:
+            self._send(query)
+            return await future
+        finally:  # the caller may have given up
+            self._reports.pop(query.query_id, None)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -297,9 +331,7 @@ class EngineClient:
     async def _read(self) -> None:
         while True:
             message = self._decoder.decode(await self._inbox.recv())
-            await asyncio.sleep(
-                0
-            )  # a message that is there already does not yield: readers get their turn all the same
+            await asyncio.sleep(0)  # recv() does not yield when a message is there: readers get their turn all the same
             self._last_heard = time.monotonic()
             match message:
                 case StepOutputs():
@@ -313,7 +345,7 @@ class EngineClient:
                 case EngineFailed():
                     self._die(message.message)
                 case KVReport():
-                    future = self._reports.pop(message.query_id, None)
+                    future = self._reports.get(message.query_id)
                     if future is not None and not future.done():
                         future.set_result(message)
 
@@ -325,8 +357,15 @@ class EngineClient:
         stopped: list[str] = []
         for output in message.outputs:
             sequence = self._open.get(output.request_id)
-            if sequence is not None:
+            if sequence is None:
+                continue
+            try:
                 self._take_output(sequence, output, stopped)
+            except Exception:
+                logger.exception("request %s: its text could not be made", output.request_id)
+                self._fail_stream(
+                    sequence, RequestFailed("The answer's text could not be made (see the server's log).")
+                )
         if stopped:
             self._send(AbortRequests(stopped, "stop"))
         if not self._open:
@@ -337,10 +376,9 @@ class EngineClient:
         sequence.num_preemptions = output.num_preemptions
         sequence.cached_tokens = max(sequence.cached_tokens, output.cached_tokens)
         if output.finish_reason == "error":
+            failure = self._failure_of(sequence, output)
             self._finish(sequence, "error")
-            sequence.stream.fail(self._failure_of(sequence, output))
-            others = [s for s in self._open.values() if s.stream is sequence.stream]
-            self.abort(others)
+            self._fail_stream(sequence, failure)
             return
         delta = sequence.processor.push(output)
         if delta is None:
@@ -354,8 +392,12 @@ class EngineClient:
             self._finish(sequence, delta.finish_reason or "stop")
         elif sequence.stream.is_stalled(self.limits.stall_timeout):
             logger.warning("request %s: aborted, its reader has stalled", sequence.request.request_id)
-            sequence.stream.fail(RequestFailed("The reader of this stream has stalled."))
-            self.abort([s for s in self._open.values() if s.stream is sequence.stream])
+            self._fail_stream(sequence, RequestFailed("The reader of this stream has stalled."))
+
+    def _fail_stream(self, sequence: Sequence, error: Exception) -> None:
+        """Ends the stream that a sequence belongs to, with all its choices."""
+        sequence.stream.fail(error)
+        self.abort([other for other in self._open.values() if other.stream is sequence.stream])
 
     def _failure_of(self, sequence: Sequence, output: TokenOutput) -> Exception:
         deadline = sequence.request.deadline
@@ -380,7 +422,8 @@ class EngineClient:
     def _finish(self, sequence: Sequence, reason: Literal["stop", "length", "abort", "error"]) -> None:
         self._open.pop(sequence.request.request_id, None)
         sequence.stream.open.pop(sequence.request.request_id, None)
-        self._throughput.finished()
+        if reason != "error":
+            self._throughput.finished()
         self._account(sequence, reason)
 
     def _account(self, sequence: Sequence, reason: Literal["stop", "length", "abort", "error"]) -> None:
@@ -430,6 +473,7 @@ class EngineClient:
         if self.phase == "dead":
             return
         self.failure = message
+        self._ended.set()
         self._enter("dead")
         error = error or EngineDead(message)
         for sequence in list(self._open.values()):
@@ -439,7 +483,6 @@ class EngineClient:
         for future in self._reports.values():
             if not future.done():
                 future.set_exception(error)
-        self._reports.clear()
 
     def _signal(self) -> None:
         self._changed.set()

@@ -1,7 +1,12 @@
 """Every error that Octavo raises on purpose. Messages are written for the person who can act on them."""
 
+from collections.abc import Sequence
+
 from configs.errors import OctavoError as OctavoError
 from configs.errors import StartupError as StartupError
+
+MAX_NAMED = 5
+"""Fields that one message names besides the first."""
 
 
 class InvalidRequest(OctavoError):
@@ -13,6 +18,17 @@ class InvalidRequest(OctavoError):
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message, self.param, self.code = message, param, code
+
+    @classmethod
+    def first_of(cls, errors: "Sequence[InvalidRequest]") -> "InvalidRequest":
+        """The first; its message names the fields of the others."""
+        first = errors[0]
+        names = list(dict.fromkeys(error.param for error in errors[1:] if error.param not in (None, first.param)))
+        if not names:
+            return first
+        rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        message = f"{first.message} Also wrong: {', '.join(map(str, names[:MAX_NAMED]))}{rest}."
+        return cls(message, first.param, first.code)
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -8,7 +8,7 @@ from configs.settings import Settings
 from engine.admission import Envelope, admit
 from engine.build import build_core
 from engine.errors import RequestFailed
-from engine.messages import FinishReason, Launch, TextDelta, TokenLogprobs, TokenOutput
+from engine.messages import FinishReason, TextDelta, TokenLogprobs, TokenOutput
 from engine.sampling_params import SamplingParams
 from engine.served_model import ServedModel
 from engine.source import resolve
@@ -55,8 +55,7 @@ class LLM:
         source = resolve(resolved.model)
         served = ServedModel.load(source, resolved)
         self.tokenizer, self.chat_renderer = served.tokenizer, served.chat
-        launch = Launch(str(source.path), served.name, resolved.model_dump(mode="json", exclude={"api_key"}))
-        self._core, self.info = build_core(launch, lambda loading: None)
+        self._core, self.info = build_core(served.launch(source, resolved), lambda loading: None)
         self._next_id = 0
 
     def generate(
@@ -106,9 +105,9 @@ class LLM:
                 requests.append(request)
                 processor = OutputProcessor(self.tokenizer, request.params, index=request.index, prompt_token_ids=ids)
                 waiting[request.request_id] = (processor, result)
-        for request in requests:
-            self._core.add(request)
         try:
+            for request in requests:
+                self._core.add(request)
             while waiting:
                 for output in self._core.step():
                     self._take(output, waiting)
@@ -139,7 +138,10 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     ids = [item for item in prompts if isinstance(item, int)]
-    return [ids] if ids else [item for item in prompts if not isinstance(item, int)]
+    batch = [item for item in prompts if not isinstance(item, int)]
+    if ids and batch:
+        raise TypeError("prompts must be texts and lists of token ids, or one list of ids; got token ids among them")
+    return [ids] if ids else batch
 
 
 def _append(choice: CompletionOutput, delta: TextDelta) -> None:

@@ -66,6 +66,8 @@ class Launch(msgspec.Struct):
     name: str
     settings: dict[str, Any]
     """`Settings`, as JSON values."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a sequence, as the tokenizer's files and the generation configuration name them."""
 
 
 ToEngine = AddRequest | AbortRequests | Shutdown | KVReportQuery

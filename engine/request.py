@@ -8,9 +8,8 @@ from engine.sampling_params import SamplingParams
 
 class Status(enum.IntEnum):
     WAITING = 0
-    WAITING_TRANSFER = 1
-    RUNNING = 2
-    FINISHED = 3
+    RUNNING = 1
+    FINISHED = 2
 
 
 class Request:
@@ -24,11 +23,42 @@ class Request:
     """
 
     __slots__ = (
-        "adapter", "arrival", "block_ids", "cached_tokens", "deadline", "error", "finish_reason", "group", "index",
-        "last_step", "max_total", "num_computed", "num_confirmed", "num_in_flight", "num_preemptions", "num_prompt",
-        "num_published", "num_reached", "num_reserved", "order", "params", "passed_over", "prefilling", "priority",
-        "request_id", "row_is_stale", "salt", "slot", "status", "stop_ids", "stop_reason", "tenant", "timings",
-        "token_ids", "wait_reason",
+        "__weakref__",
+        "adapter",
+        "arrival",
+        "block_ids",
+        "cached_tokens",
+        "deadline",
+        "error",
+        "finish_reason",
+        "group",
+        "index",
+        "last_step",
+        "max_total",
+        "num_computed",
+        "num_confirmed",
+        "num_in_flight",
+        "num_preemptions",
+        "num_prompt",
+        "num_published",
+        "num_reached",
+        "num_reserved",
+        "order",
+        "params",
+        "passed_over",
+        "prefilling",
+        "priority",
+        "request_id",
+        "row_is_stale",
+        "salt",
+        "slot",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "tenant",
+        "timings",
+        "token_ids",
+        "wait_reason",
     )  # fmt: skip
 
     def __init__(self, add: AddRequest, sequence: int, max_total: int, eos_token_ids: frozenset[int]) -> None:
@@ -81,11 +111,3 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens known or on their way."""
         return len(self.token_ids) + self.num_in_flight
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - self.num_prompt
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status is Status.FINISHED

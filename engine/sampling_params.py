@@ -1,5 +1,7 @@
 """How one request wants its tokens chosen."""
 
+from collections.abc import Iterator
+
 import msgspec
 
 from engine.errors import InvalidRequest
@@ -12,8 +14,23 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_ALLOWED_TOKEN_IDS = 65536
-REPETITION_PENALTY = (0.01, 100.0)
-"""Lowest and highest: beyond them half-precision logits lose their meaning."""
+_RANGES = {
+    "n": (1, MAX_N),
+    "temperature": (0, 2),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),  # beyond them half-precision logits lose their meaning
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "seed": (-(2**63), 2**63 - 1),
+    "logprobs": (0, MAX_TOP_LOGPROBS),
+}
+_MOST_ENTRIES = {
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "logit_bias": MAX_LOGIT_BIAS,
+    "bad_words": MAX_BAD_WORDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,55 +73,41 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self._range("n", self.n, 1, MAX_N)
+        problems = [InvalidRequest(message, name, "invalid_value") for name, message in self._problems()]
+        if problems:
+            raise InvalidRequest.first_of(problems)
+
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        """(field, sentence) for each thing that is wrong."""
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequest(
-                f"max_tokens must be at least 1, got {self.max_tokens}.", "max_tokens", "invalid_value"
-            )
-        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
-            raise InvalidRequest(
-                f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}.",
-                "min_tokens",
-                "invalid_value",
-            )
-        self._range("temperature", self.temperature, 0.0, 2.0)
+            yield "max_tokens", f"max_tokens must be at least 1, got {self.max_tokens}."
+        if self.min_tokens < 0:
+            yield "min_tokens", f"min_tokens must be at least 0, got {self.min_tokens}."
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            most = f"max_tokens ({self.max_tokens})"
+            yield "min_tokens", f"min_tokens must be at most {most}, got {self.min_tokens}."
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:  # also refuses NaN
+                yield name, f"{name} must be between {low} and {high}, got {value}."
         if not 0.0 < self.top_p <= 1.0:
-            raise InvalidRequest(f"top_p must be above 0 and at most 1, got {self.top_p}.", "top_p", "invalid_value")
+            yield "top_p", f"top_p must be above 0 and at most 1, got {self.top_p}."
         if self.top_k < -1:
-            raise InvalidRequest(
-                f"top_k must be -1 (off), 0 (off) or positive, got {self.top_k}.", "top_k", "invalid_value"
-            )
-        self._range("min_p", self.min_p, 0.0, 1.0)
-        self._range("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTY)
-        self._range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self._range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            self._range("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            self._range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        self._at_most("stop", self.stop, MAX_STOP_STRINGS)
-        self._at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        self._at_most("logit_bias", self.logit_bias or {}, MAX_LOGIT_BIAS)
-        self._at_most("bad_words", self.bad_words, MAX_BAD_WORDS)
-        self._at_most("allowed_token_ids", self.allowed_token_ids or (), MAX_ALLOWED_TOKEN_IDS)
+            yield "top_k", f"top_k must be -1 (off), 0 (off) or positive, got {self.top_k}."
+        for name, limit in _MOST_ENTRIES.items():
+            size = len(getattr(self, name) or ())
+            if size > limit:
+                yield name, f"{name} may have at most {limit} entries, got {size}."
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
-                raise InvalidRequest(
-                    f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}.",
-                    "stop",
-                    "invalid_value",
-                )
+                yield "stop", f"stop strings must have 1 to {MAX_STOP_STRING_CHARS} characters, got one of {len(text)}."
         for token, bias in (self.logit_bias or {}).items():
             if not -100.0 <= bias <= 100.0:
-                raise InvalidRequest(
-                    f"logit_bias must be between -100 and 100, got {bias} for token {token}.",
-                    "logit_bias",
-                    "invalid_value",
-                )
+                yield "logit_bias", f"logit_bias must be between -100 and 100, got {bias} for token {token}."
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequest("allowed_token_ids must not be empty.", "allowed_token_ids", "invalid_value")
-        if any(not word for word in self.bad_words):
-            raise InvalidRequest("bad_words must not hold an empty string.", "bad_words", "invalid_value")
+            yield "allowed_token_ids", "allowed_token_ids must not be empty."
+        if not all(self.bad_words):
+            yield "bad_words", "bad_words must not hold an empty string."
 
     def check_vocabulary(self, size: int) -> None:
         """Raises `InvalidRequest` for any token id outside [0, size)."""
@@ -124,13 +127,3 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
-
-    @staticmethod
-    def _range(name: str, value: float, low: float, high: float) -> None:
-        if not low <= value <= high:  # also refuses NaN
-            raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, got {value}.", name, "invalid_value")
-
-    @staticmethod
-    def _at_most(name: str, values: tuple[object, ...] | dict[int, float], limit: int) -> None:
-        if len(values) > limit:
-            raise InvalidRequest(f"{name} may have at most {limit} entries, got {len(values)}.", name, "invalid_value")

@@ -6,6 +6,7 @@ from pathlib import Path
 from configs.model import ModelConfig
 from configs.settings import Settings
 from engine.errors import StartupError
+from engine.messages import Launch
 from engine.source import ModelSource
 from engine.text.chat_template import ChatRenderer
 from engine.text.tokenizer import Tokenizer
@@ -36,6 +37,11 @@ class ServedModel:
             defaults["max_tokens"] = defaults.pop("max_new_tokens")
         names = settings.served_model_name or (source.name,)
         return cls(names, tokenizer, ChatRenderer(tokenizer, _template(settings.chat_template)), defaults)
+
+    def launch(self, source: ModelSource, settings: Settings) -> Launch:
+        """What the engine is told. It never learns the API keys."""
+        values = settings.model_dump(mode="json", exclude={"api_key"})
+        return Launch(str(source.path), source.name, values, self.tokenizer.eos_token_ids)
 
 
 def _template(value: str | None) -> str | None:

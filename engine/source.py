@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.gguf_file import GGUFFile
+from configs.gguf_file import MAGIC, GGUFFile
 from engine.errors import StartupError
 
 Progress = Callable[[str, float], None]
@@ -32,6 +32,12 @@ HUB_IGNORED = ["*/*", "consolidated*"]
 RAW_PROGRESS_SINCE = (24, 1)
 """pip's first version that prints progress for programs."""
 CHUNK = 1 << 20
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+EXPECTED = (
+    "expected: a .gguf file, a folder with config.json, *.safetensors and tokenizer.json, or a Hub id such as "
+    "HuggingFaceTB/SmolLM2-135M-Instruct"
+)
+"""The end of a sentence about a --model that is none."""
 
 
 @dataclass(frozen=True)
@@ -90,21 +96,17 @@ def resolve(model: str | None, *, progress: Progress = lambda phase, fraction: N
     """
     if model is None:
         return resolve_packaged(DEFAULT_MODEL, cache=Path.home() / ".cache" / "octavo" / "models", progress=progress)
-    path = Path(model).expanduser()
-    if path.is_dir():
-        _check_folder(path)
-        return ModelSource(path, model, "local folder")
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise StartupError(f"--model {model} is neither a folder nor a .gguf file.")
-        _check_gguf(path)
-        return ModelSource(path, model, "local file")
-    if path.suffix == ".gguf" or not HUB_ID.fullmatch(model):
-        raise StartupError(f"--model {model}: there is no such file or folder, and it is not the form of a Hub id.")
+    try:
+        local = _on_this_machine(model)
+    except (OSError, RuntimeError) as error:  # RuntimeError: '~' of nobody
+        reason = (getattr(error, "strerror", None) or str(error)).rstrip(".").lower()
+        raise StartupError(f"--model: {model} cannot be read: {reason}; {EXPECTED}.") from None
+    if local is not None:
+        return local
     try:
         return ModelSource(_from_hub(model, progress), model, "Hugging Face Hub")
     except _NotFetched as error:
-        raise StartupError(f"--model {model} is no local path, and the Hub did not give it: {error}.") from None
+        raise StartupError(f"--model: {model} is no local path, and the Hub did not give it: {error}.") from None
 
 
 def resolve_packaged(model: PackagedModel, *, cache: Path, progress: Progress) -> ModelSource:
@@ -132,23 +134,54 @@ def resolve_packaged(model: PackagedModel, *, cache: Path, progress: Progress) -
 
 
 # ------------------------------------------------------------------ what is on this machine
+def _on_this_machine(model: str) -> ModelSource | None:
+    """None where `model` can only be the id of a model on the Hub. Raises OSError too."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        _check_folder(path)
+        return ModelSource(path, model, "local folder")
+    if path.is_file():
+        _check_gguf(path)
+        return ModelSource(path, model, "local file")
+    if path.exists():
+        raise StartupError(f"--model: {model} is neither a file nor a folder; {EXPECTED}.")
+    if path.is_symlink():
+        raise StartupError(f"--model: {model} is a link to {path.readlink()}, which does not exist; {EXPECTED}.")
+    if path.suffix == ".gguf" or not HUB_ID.fullmatch(model):
+        raise StartupError(f"--model: {model}: there is no such file or folder; {EXPECTED}.")
+    return None
+
+
 def _check_folder(folder: Path) -> None:
     names = {entry.name for entry in folder.iterdir()}
     if "config.json" not in names:
         ggufs = sorted(name for name in names if name.endswith(".gguf"))
-        hint = f": name the file itself, --model {folder / ggufs[0]}" if ggufs else ""
-        raise StartupError(f"--model {folder} is not a model folder, it has no config.json{hint}.")
+        hint = f"name the file itself, --model {folder / ggufs[0]}" if ggufs else EXPECTED
+        found = "an empty folder" if not names else "a folder without config.json"
+        raise StartupError(f"--model: {folder} is {found}; {hint}.")
     if not any(name.endswith(".safetensors") for name in names):
-        other = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
-        found = f", only {other[0]}: convert the weights to safetensors" if other else ""
-        raise StartupError(f"--model {folder} has no *.safetensors weights{found}.")
+        other = sorted(name for name in names if name.endswith(WEIGHTS))
+        hint = f", only {other[0]}: convert the weights to safetensors" if other else f"; {EXPECTED}"
+        raise StartupError(f"--model: {folder} has no *.safetensors weights{hint}.")
 
 
 def _check_gguf(path: Path) -> None:
+    size = path.stat().st_size
+    if size == 0:
+        raise StartupError(f"--model: {path} is an empty file; {EXPECTED}.")
+    with path.open("rb") as opened:
+        magic = opened.read(len(MAGIC))
+    if magic != MAGIC and path.name.endswith(WEIGHTS):
+        raise StartupError(f"--model: {path} is a file of weights; name the folder that holds it and config.json.")
+    if magic != MAGIC:
+        raise StartupError(f"--model: {path} is a file, but not GGUF (it does not begin with 'GGUF'); {EXPECTED}.")
     file = GGUFFile.read(path)
     last = max((tensor.offset for tensor in file.tensors.values()), default=0)
-    if last >= file.size:
-        raise StartupError(f"--model {path} is damaged: it ends at byte {file.size}, before its last tensor ({last}).")
+    if last >= size:
+        raise StartupError(
+            f"--model: {path} is damaged or incomplete: it ends at byte {size}, before its last tensor ({last}); "
+            "fetch it again."
+        )
 
 
 def _is_intact(path: Path, model: PackagedModel) -> bool:
@@ -230,6 +263,6 @@ def _from_hub(repository: str, progress: Progress) -> Path:
     try:
         _check_folder(folder)
     except StartupError as error:
-        raise _NotFetched("it " + str(error).removeprefix(f"--model {folder} ").rstrip(".")) from None
+        raise _NotFetched("it " + str(error).removeprefix(f"--model: {folder} ").rstrip(".")) from None
     progress(f"downloading {repository} from the Hugging Face Hub", 1.0)
     return folder

@@ -6,11 +6,18 @@ import shutil
 import signal
 import sys
 import tempfile
+from pathlib import Path
 
 import msgspec
 
 from engine.messages import Launch
 
+HOME = str(Path(__file__).parent.parent)
+CHILD = (
+    "import runpy, sys; home = sys.argv.pop(1); home in sys.path or sys.path.insert(0, home); "
+    "runpy.run_module('engine.process', run_name='__main__', alter_sys=True)"
+)
+"""`-m engine.process` of this very copy of Octavo: `python -m server` in a checkout may run beside an installed one."""
 STOP_SECONDS = 5.0
 """How long an engine told to shut down may take before it is killed."""
 
@@ -26,7 +33,7 @@ class ChildProcess:
     async def spawn(self, launch: Launch) -> None:
         """Inherits no __main__ and no working directory: `-P` keeps a stray configs.py from shadowing ours."""
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "engine.process", self.address, stdin=asyncio.subprocess.PIPE
+            sys.executable, "-P", "-c", CHILD, HOME, self.address, stdin=asyncio.subprocess.PIPE
         )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died at once: `wait` tells

@@ -1,8 +1,9 @@
-"""`python -m server` is `octavo serve`; the word may be left out."""
+"""`python -m server ARGUMENTS` is `octavo serve ARGUMENTS`; the word `serve` in front of them changes nothing."""
 
 import sys
 
 from server.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or ["serve"]))
+    arguments = sys.argv[1:]
+    sys.exit(main(arguments if arguments[:1] == ["serve"] else ["serve", *arguments]))

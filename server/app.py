@@ -7,6 +7,7 @@ import logging
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -52,12 +53,20 @@ def create_app(context: ServerContext) -> FastAPI:
     )
     for router in ROUTERS:
         app.include_router(router)
+    _answer_head(app)
     app.openapi = lambda: describe(app, SHAPES)  # type: ignore[method-assign]
     for kind in (OctavoError, HTTPError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(APIKeyMiddleware, Keyring(settings.api_key), settings.protect_metrics)
     app.add_middleware(RequestContext, context.metrics)
     return app
+
+
+def _answer_head(app: FastAPI) -> None:
+    """HEAD on every route that takes GET, as HTTP asks (RFC 9110, section 9.1); FastAPI leaves it out."""
+    for route in (route for router in ROUTERS for route in router.routes):
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def serve(settings: Settings) -> int:

@@ -6,34 +6,50 @@ from collections.abc import Sequence
 
 from server import preflight
 
+COMMANDS = ("serve", "help")
 USAGE = """\
 usage: octavo serve [MODEL] [flags]     serve a model with an OpenAI-compatible API
        octavo serve --help              all flags
+       octavo help                      this text (also octavo --help)
        octavo --version
 
 Without MODEL, SmolLM2-135M-Instruct is served. MODEL: a Hugging Face Hub id, a local folder or a .gguf file.
+python -m server [MODEL] [flags] is the same as octavo serve [MODEL] [flags].
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1 (the engine died), 2 (could not start) or 130 (Ctrl-C).
 
-    Flags without a command mean `serve`.
+    A command is always named: nothing is served because a word was forgotten.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     refusal = preflight.misplaced_package()
     if refusal is not None:
         return _refuse(refusal)
-    command = arguments[0] if arguments else "--help"
+    if not arguments:
+        print(USAGE, end="", file=sys.stderr)
+        return 2
+    command = arguments[0]
     if command in ("--help", "-h", "help"):
         print(USAGE, end="")
         return 0
     if command == "serve":
         return _run_serve(arguments[1:])
+    if command == "--version":
+        return _run_serve(arguments[:1])
+    return _refuse(_unknown(command))
+
+
+def _unknown(command: str) -> str:
+    """What to type instead of a first word that is no command."""
     if command.startswith("-"):
-        return _run_serve(arguments)
-    near = difflib.get_close_matches(command, ["serve", "help"], n=1)
-    return _refuse(f"unknown command {command!r}: did you mean 'octavo {near[0] if near else f'serve {command}'}'?")
+        return f"a command comes before {command}: octavo serve {command} (see octavo help)."
+    if "/" in command or command.endswith(".gguf"):
+        return f"unknown command {command!r}: a model is served by 'octavo serve {command}'."
+    near = difflib.get_close_matches(command.lower(), COMMANDS, n=1)
+    hint = f": did you mean 'octavo {near[0]}'?" if near else "."
+    return f"unknown command {command!r}, there are {' and '.join(map(repr, COMMANDS))}{hint}"
 
 
 def _run_serve(arguments: list[str]) -> int:

@@ -7,7 +7,8 @@ cannot succeed, `retry-after` and `retry-after-ms` tell them when a repetition m
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from engine import EngineDead, InvalidRequest, NotReady, Overloaded, RequestFailed
+from server.protocol.refusal import refusal
 
 LOADING_RETRY_SECONDS = 2.0
 DRAINING_RETRY_SECONDS = 5.0
@@ -53,6 +55,16 @@ class HTTPError(Exception):
         self.problem = problem
 
 
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Names the field in refusals from where nobody knows which one it was: of a text, or of a prompt's length."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = error.param or param
+        raise
+
+
 def problem_of(error: Exception) -> Problem:
     """What the client is told of `error`. Nothing of an unforeseen one: that goes to the log."""
     match error:
@@ -70,7 +82,8 @@ def problem_of(error: Exception) -> Problem:
         case RequestFailed():
             return Problem(500, str(error), code="request_failed", headers=NO_RETRY)
         case RequestValidationError():
-            return _problem_of_query(error)
+            # Of a query: the rest of the location starts with 'query'.
+            return problem_of(refusal([{**detail, "loc": detail["loc"][1:]} for detail in error.errors()]))
         case HTTPException():
             return Problem(
                 error.status_code,
@@ -96,9 +109,3 @@ def _sentence(error: HTTPException) -> str:
     if error.status_code == 405:
         return f"This route does not take that method; it takes {(error.headers or {}).get('Allow', 'others')}."
     return error.detail
-
-
-def _problem_of_query(error: RequestValidationError) -> Problem:
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"][1:])
-    return Problem(400, f"{param}: {first['msg']}", param, "invalid_value")

@@ -1,6 +1,6 @@
 """All sequences of one HTTP request, read as one stream of deltas.
 
-A request with several prompts is several submissions; choice indices run on from prompt to prompt (prompt x n + i).
+A request with several prompts has a stream for each; choice indices run on from prompt to prompt (prompt x n + i).
 Here `usage` is counted, and here the request's end is counted once, whatever it is.
 """
 
@@ -9,13 +9,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Self
 
-from msgspec.structs import replace
-
-from engine import EngineClient, Envelope, InvalidRequest, RequestStream, SamplingParams, TextDelta, TokenLogprobs
+from engine import EngineClient, Envelope, RequestStream, SamplingParams, TextDelta, TokenLogprobs
 from server.metrics import Metrics
-
-MAX_LOGPROBS = 1 << 19
-"""In an answer in one piece, alternatives included: about 100 MB of JSON."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,7 @@ class Work:
     prompts: list[list[int]]
     params: SamplingParams
     envelope: Envelope
-    """Its `request_id` is unique; of several prompts each adds its number to it."""
+    """Its `request_id` is unique."""
 
 
 @dataclass
@@ -62,18 +57,7 @@ class Generation:
     @classmethod
     async def start(cls, client: EngineClient, work: Work, metrics: Metrics) -> Self:
         """Submits every prompt or none. Raises what `submit` raises."""
-        streams: list[RequestStream] = []
-        try:
-            for number, prompt in enumerate(work.prompts):
-                envelope = work.envelope
-                if len(work.prompts) > 1:
-                    envelope = replace(envelope, request_id=f"{envelope.request_id}.{number}")
-                streams.append(await client.submit(prompt, work.params, envelope))
-        except Exception:
-            for stream in streams:
-                stream.abort()
-            raise
-        return cls(work, streams, metrics)
+        return cls(work, await client.submit(work.prompts, work.params, work.envelope), metrics)
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
         return self
@@ -161,16 +145,10 @@ class Choice:
 
 
 async def collect(generation: Generation, count: int) -> list[Choice]:
-    """Every choice, whole. Raises what the iteration raises, and `InvalidRequest` for more log-probabilities than one
-    answer can hold."""
+    """Every choice, whole. Raises what the iteration raises."""
     choices = [Choice(index) for index in range(count)]
     pieces: list[list[str]] = [[] for _ in range(count)]
-    room = MAX_LOGPROBS
     async for delta in generation:
-        room -= len(delta.logprobs or ()) * (1 + (generation.work.params.logprobs or 0))
-        if room < 0:
-            message = f"The answer has more than {MAX_LOGPROBS} log-probabilities: ask for fewer, or stream it."
-            raise InvalidRequest(message, "logprobs", "invalid_value")
         choice = choices[delta.index]
         pieces[delta.index].append(delta.text)
         choice.token_ids.extend(delta.token_ids)

@@ -25,7 +25,8 @@ class HTTPLimits:
 
 
 async def read_body(request: Request, limits: HTTPLimits) -> bytes:
-    """The whole body. Raises `HTTPError` 413 or 408, `ClientDisconnect` when the client is gone."""
+    """The whole body. Raises `HTTPError` 413, 408 or, for a body that is not HTTP, 400; `ClientDisconnect` when the
+    client is gone."""
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
         raise _too_large(limits, {})  # the transport drops what the client has yet to send
@@ -40,6 +41,9 @@ async def read_body(request: Request, limits: HTTPLimits) -> bytes:
     except TimeoutError:
         message = f"The request body did not arrive within {limits.body_seconds:g} seconds."
         raise HTTPError(Problem(408, message, code="request_timeout", headers={"connection": "close"})) from None
+    problem = request.scope["state"].get("body_problem")  # see http_protocol.py
+    if problem is not None:
+        raise HTTPError(problem)
     return b"".join(chunks)
 
 

@@ -36,7 +36,6 @@ DEAD_SECONDS = 2.0
 FLUSH_SECONDS = 3
 """Time that responses have to reach their readers at the end."""
 FORCED_SECONDS = 1.0
-POLL_SECONDS = 0.1
 
 Result = TypeVar("Result")
 
@@ -93,7 +92,7 @@ class Serving:
                 return 0
             loading.result()
             self._announce(listener)
-            dying = asyncio.create_task(self._engine_dies())
+            dying = asyncio.create_task(self._context.engine().ended())
             await asyncio.wait({dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not dying.done():
                 logger.info("draining; open requests have %g s", self._context.settings.shutdown_timeout)
@@ -117,7 +116,7 @@ class Serving:
             source = resolve(settings.model, progress=lambda phase, done: self._report(EngineLoading(phase, done)))
             self._report(EngineLoading("reading the tokenizer"))
             served = ServedModel.load(source, settings)
-            return Launch(str(source.path), source.name, settings.model_dump(mode="json", exclude={"api_key"})), served
+            return served.launch(source, settings), served
 
         launch, served = await _in_thread(fetch)
         context.client = await EngineClient.start(launch, served, queue_limits(context), context.metrics, self._report)
@@ -133,10 +132,6 @@ class Serving:
         assert client.info is not None
         host, port = listener.getsockname()[:2]
         print(startup_block(client.model.name, client.info, self._context.settings, host, port), flush=True)
-
-    async def _engine_dies(self) -> None:
-        while self._context.phase != "dead":
-            await asyncio.sleep(POLL_SECONDS)
 
     async def _close(self) -> None:
         if self._context.client is not None:

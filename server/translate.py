@@ -9,10 +9,12 @@ import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from engine import MAX_STOP_STRING_CHARS, EngineClient, Envelope, InvalidRequest, SamplingParams
 from server.context import ServerContext, caller_of
+from server.errors import about
 from server.generation import Work
 from server.middleware import request_id_from
 from server.protocol.answer import Answer, AnswerInfo
@@ -30,6 +32,8 @@ MAX_CHOICES = 1024
 """Prompts times n of one request."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = MAX_STOP_STRING_CHARS
+MAX_LOGPROBS = 1 << 19
+"""In an answer in one piece, alternatives included: about 100 MB of JSON."""
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}", re.ASCII)
 TIER_PRIORITY = {"priority": -1, "fast": -1, "flex": 1}
 
@@ -49,8 +53,9 @@ async def chat(context: ServerContext, client: EngineClient, body: ChatBody, req
     params = await _params(context, client, body, limit, name, top)
     window = None if body.truncate_prompt_tokens is not None else window_of(client)
     ids = await conversation(context, client, body, body.reasoning_effort, window)
-    prompt = truncated(client, ids, body, params)
-    work = Work([prompt], params, envelope_of(context, body, request))
+    prompts = [truncated(client, ids, body, params)]
+    params = with_room_for_logprobs(client, body, params, limit, prompts)
+    work = Work(prompts, params, envelope_of(context, body, request))
     info = answer_info(context, body, f"chatcmpl-{request_id_of(body, request)}", model, work.prompts)
     return work, ChatAnswer(info, TokenSpelling(client.tokenizer, params.skip_special_tokens), top)
 
@@ -62,13 +67,15 @@ async def completion(
     model = context.served_name(body.model)
     refuse(body, COMPLETION)
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest("best_of other than n is not supported.", "best_of", "unsupported_parameter")
+        message = f"best_of other than n = {body.n or 1} is not supported, got {body.best_of}."
+        raise InvalidRequest(message, "best_of", "unsupported_parameter")
     limit = max(COMPLETION_MAX_TOKENS, body.min_tokens or 0) if body.max_tokens is None else body.max_tokens
     params = await _params(context, client, body, limit, "max_tokens", body.logprobs)
     prompts = [truncated(client, ids, body, params) for ids in await encoded_prompts(context, client, body)]
     if len(prompts) * params.n > MAX_CHOICES:
         message = f"{len(prompts)} prompts times n = {params.n} are more than {MAX_CHOICES} choices."
         raise InvalidRequest(message, "n", "invalid_value")
+    params = with_room_for_logprobs(client, body, params, limit, prompts)
     work = Work(prompts, params, envelope_of(context, body, request))
     info = answer_info(context, body, f"cmpl-{request_id_of(body, request)}", model, prompts)
     spelling = TokenSpelling(client.tokenizer, params.skip_special_tokens)
@@ -125,6 +132,31 @@ def sampling_params(
     return params
 
 
+def with_room_for_logprobs(
+    client: EngineClient, body: GenerationBody, params: SamplingParams, limit: int | None, prompts: list[list[int]]
+) -> SamplingParams:
+    """An answer in one piece holds a bounded number of log-probabilities. Raises `InvalidRequest` where the request
+    asks for more; where it says nothing of its length (`limit` is None), the answer ends where that room does."""
+    window = window_of(client)
+    if body.stream or params.logprobs is None or window is None:
+        return params
+    each = params.n * (1 + params.logprobs)  # for one more token of every choice of a prompt
+
+    def total(tokens: int) -> int:
+        return each * sum(min(tokens, max(window - len(prompt), 0)) for prompt in prompts)
+
+    asked = params.min_tokens if limit is None else limit
+    if total(asked) > MAX_LOGPROBS:
+        message = (
+            f"logprobs: {len(prompts) * params.n} choices of {asked} tokens with {1 + params.logprobs} "
+            f"log-probabilities each make {total(asked)}; an answer that is not streamed has room for {MAX_LOGPROBS}."
+        )
+        raise InvalidRequest(message, "logprobs", "invalid_value")
+    if limit is not None or total(params.max_tokens or window) <= MAX_LOGPROBS:
+        return params
+    return replace(params, max_tokens=MAX_LOGPROBS // (each * len(prompts)))
+
+
 def _refuse_nothing_allowed(client: EngineClient, params: SamplingParams) -> None:
     """Until `min_tokens` exist, tokens that end the text are masked: one of the allowed ones must be another."""
     if params.allowed_token_ids is None or params.min_tokens == 0:
@@ -152,18 +184,21 @@ def _token_biases(biases: dict[str, float] | None) -> dict[int, float] | None:
 def _bad_words(client: EngineClient, words: list[str]) -> tuple[tuple[int, ...], ...]:
     """Each word as it stands at the start of a text and, where only its first token differs then, after a space."""
     if len(words) > MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words may have at most {MAX_BAD_WORDS} entries.", "bad_words", "invalid_value")
+        raise InvalidRequest(
+            f"bad_words may have at most {MAX_BAD_WORDS} entries, got {len(words)}.", "bad_words", "invalid_value"
+        )
     longest = max(map(len, words))
     if longest > MAX_BAD_WORD_CHARS:
-        message = f"a bad word may have at most {MAX_BAD_WORD_CHARS} characters, got {longest}."
+        message = f"bad_words may have at most {MAX_BAD_WORD_CHARS} characters each, got {longest}."
         raise InvalidRequest(message, "bad_words", "invalid_value")
     sequences: list[tuple[int, ...]] = []
-    for word in words:
-        plain = tuple(client.tokenizer.encode_plain(word))
-        spaced = tuple(client.tokenizer.encode_plain(" " + word.lstrip()))
-        sequences.append(plain)
-        if len(spaced) == len(plain) and spaced[:1] != plain[:1]:
-            sequences.append(spaced)
+    with about("bad_words"):
+        for word in words:
+            plain = tuple(client.tokenizer.encode_plain(word))
+            spaced = tuple(client.tokenizer.encode_plain(" " + word.lstrip()))
+            sequences.append(plain)
+            if len(spaced) == len(plain) and spaced[:1] != plain[:1]:
+                sequences.append(spaced)
     return tuple(sequences)
 
 
@@ -201,8 +236,8 @@ async def conversation(
     reasoning_effort: str | None = None,
     window: int | None = None,
 ) -> list[int]:
-    """Token ids of the rendered conversation. Only the template's own text becomes control tokens. `window` as in
-    `encoded`."""
+    """Token ids of the rendered conversation: messages, template arguments and all. Only the template's own text
+    becomes control tokens. `window` as in `encoded`."""
     messages = body.messages or []
     num_parts = sum(message.num_parts for message in messages)
     if num_parts > MAX_CONTENT_PARTS:
@@ -211,12 +246,11 @@ async def conversation(
     extra = dict(body.chat_template_kwargs or {})
     if reasoning_effort is not None:
         extra.setdefault("reasoning_effort", reasoning_effort)
-    size = sum(message.length for message in messages)
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return await _aside(
         context,
-        size,
+        body.num_bytes,
         lambda: client.chat.render(
             [message.model_dump(exclude_none=True) for message in messages],
             add_generation_prompt=generates,
@@ -261,9 +295,8 @@ def truncated(client: EngineClient, ids: list[int], body: GenerationBody, params
     if keep is None or client.info is None:
         return ids
     if keep == 0:
-        raise InvalidRequest(
-            "truncate_prompt_tokens must be -1 or at least 1.", "truncate_prompt_tokens", "invalid_value"
-        )
+        message = "truncate_prompt_tokens must be -1 or at least 1, got 0."
+        raise InvalidRequest(message, "truncate_prompt_tokens", "invalid_value")
     if keep < 0:
         keep = max(1, client.info.cache.max_model_len - (params.max_tokens or 1))
     return ids[-keep:]

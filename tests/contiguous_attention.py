@@ -41,5 +41,4 @@ def whole_sequences(sequences: list[list[int]], logit_rows: list[int] | None = N
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
         block_tables=torch.zeros(len(lengths), 1, dtype=torch.int32),
         logit_rows=torch.tensor(range(len(ids)) if logit_rows is None else logit_rows, dtype=torch.int64),
-        num_decodes=0,
     )

@@ -59,7 +59,7 @@ class Completion:
 
 
 class Engine:
-    """`run` completes prompts together; `check()` follows every step."""
+    """`run` completes prompts together; `check()` follows every step. No token ends a sequence by itself."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Engine:
         spec = KVSpec(loaded.config.kv_layers(FORMATS[loaded.dtype]), block_size)
         window = min(loaded.window, num_blocks * block_size)
         limits = SchedulerLimits(max_num_seqs, chunk, window)
-        self.executor = SingleExecutor(ModelRunner(loaded.model, loaded.config, spec, num_blocks, limits))
-        scheduler = Scheduler(limits, KVManager(num_blocks, block_size, prefix_caching), loaded.config.eos_token_ids)
+        self.executor = SingleExecutor(ModelRunner(loaded.model, loaded.config, spec, num_blocks, limits), ())
+        scheduler = Scheduler(limits, KVManager(num_blocks, block_size, prefix_caching))
         info = CacheInfo(num_blocks, block_size, spec.block_bytes, spec.bytes_per_token, "", window, prefix_caching)
         self.core = EngineCore(scheduler, self.executor, NoGrammar(), info)
         self._count = 0

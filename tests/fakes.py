@@ -202,6 +202,14 @@ def _row(new: NewRow) -> Row:
     )
 
 
+def prompt(length: int, start: int = 100) -> list[int]:
+    return list(range(start, start + length))
+
+
+def greedy(max_tokens: int | None, **fields: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
 def make_request(tokens: list[int], request_id: str = "r", sequence: int = 1, **fields: object) -> Request:
     """A request as the scheduler would make it. `fields`: of `AddRequest`."""
     params = fields.pop("params", SamplingParams(max_tokens=None))
@@ -267,12 +275,13 @@ class Harness:
             self._take(output)
         return outputs
 
-    def run(self, max_steps: int = 100_000) -> None:
+    def run(self, max_steps: int = 100_000, seconds_a_step: float = 0.0) -> None:
         """Until there is no work."""
         for _ in range(max_steps):
             if not self.core.has_work:
                 return
             self.step()
+            self.now += seconds_a_step
         raise AssertionError(f"still at work after {max_steps} steps")
 
     def complete(self, prompt: list[int], params: SamplingParams | None = None, **fields: object) -> Result:
@@ -308,3 +317,14 @@ class Harness:
             output.error,
         )
         result.num_preemptions = output.num_preemptions
+
+
+def logged(**settings: object) -> Harness:
+    """A harness that keeps its plans."""
+    harness = Harness(**settings)
+    harness.executor.keep_log = True
+    return harness
+
+
+def last_plan(harness: Harness) -> StepPlan:
+    return harness.executor.log[-1]

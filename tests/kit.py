@@ -337,7 +337,7 @@ class ScriptedServer:
     def post_chat(
         self, content: str | None = None, headers: dict[str, str] | None = None, **fields: Any
     ) -> httpx2.Response:
-        messages = {} if content is None else {"messages": [{"role": "user", "content": content}]}
+        messages = {} if content is None else {"messages": [user(content)]}
         return self.http.post("/v1/chat/completions", json={"model": MODEL, **messages, **fields}, headers=headers)
 
     def post_completion(
@@ -420,6 +420,10 @@ class ScriptedServer:
             assert seen[name,] == 0, name
         assert seen["octavo_kv_tokens_stored",] == 0
         assert self.http.get("/health").status_code == 200
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
 
 def receive_until(connection: socket.socket, end: bytes) -> bytes:

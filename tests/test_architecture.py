@@ -110,6 +110,14 @@ def test_environment_is_read_in_one_place() -> None:
             assert not reads, f"{path.relative_to(ROOT)}:{node.lineno} reads the environment"  # type: ignore[attr-defined]
 
 
+def test_the_server_waits_for_events_and_never_polls() -> None:
+    for path in (ROOT / "server").rglob("*.py"):
+        loops = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.While)]
+        for node in (node for loop in loops for node in ast.walk(loop)):
+            sleeps = isinstance(node, ast.Attribute) and node.attr == "sleep"
+            assert not sleeps, f"{path.relative_to(ROOT)}:{node.lineno} sleeps in a loop"  # type: ignore[attr-defined]
+
+
 def test_no_utils() -> None:
     assert not [path for path in FILES if "utils" in path.stem or "utils" in path.parts]
 

@@ -3,15 +3,16 @@
 import re
 from pathlib import Path
 
+from configs.load import default_of
 from configs.settings import Settings, flag
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_every_setting_is_documented_and_nothing_else() -> None:
+def test_every_setting_is_documented_with_its_default_and_help_and_nothing_else() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
-    rows = set(re.findall(r"^\| `(--[a-z-]+)` \|", text, re.MULTILINE))
-    assert rows == {flag(name) for name in Settings.model_fields}
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| (.*?) \| (.*) \|$", text, re.MULTILINE)
+    assert rows == [(flag(name), default_of(info), info.description) for name, info in Settings.model_fields.items()]
 
 
 def test_links_lead_somewhere() -> None:

@@ -68,12 +68,15 @@ class ChoiceGroups:
         del self._leaders[request.group]
         return self._held.pop(request.group)
 
+    def holds(self, request: Request) -> bool:
+        return request.group is not None and request in self._held.get(request.group, ())
+
     def drop(self, request: Request) -> bool:
         """Forgets a held request. False if it is not held."""
-        held = self._held.get(request.group, []) if request.group is not None else []
-        if request not in held:
+        if not self.holds(request):
             return False
-        held.remove(request)
+        assert request.group is not None
+        self._held[request.group].remove(request)
         return True
 
     def heir(self, request: Request) -> Request | None:

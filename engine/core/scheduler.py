@@ -13,16 +13,16 @@ Not here: what is in a page (`kv/`), who goes first (`policy.py`), tokens' text,
 
 from collections import deque
 from collections.abc import Collection
-from heapq import heappop, heappush
 from itertools import islice, pairwise
 
 from configs.limits import SchedulerLimits
 from engine.core.draft import Draft
 from engine.core.kv.manager import KVManager, Match
 from engine.core.outputs import failure, take_tokens
-from engine.core.policy import MAX_EXAMINED, ChoiceGroups, OrderedQueue
+from engine.core.policy import MAX_EXAMINED, OrderedQueue
 from engine.core.slots import SlotPool
 from engine.core.stats import Counters, snapshot
+from engine.core.waiting import WaitingRoom
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.messages import AddRequest, FinishReason, Stats, StepPlan, StepResult, TokenOutput
 from engine.request import Request, Status
@@ -40,12 +40,10 @@ class Scheduler:
         """Most tokens of a sequence, prompt included."""
         self.counters = Counters()
         self.running = OrderedQueue()
-        self.waiting = OrderedQueue()
+        self.waiting = WaitingRoom(shares_prompts=kv.enable_prefix_caching)
         self.requests: dict[str, Request] = {}
-        """All that have not finished, those held behind their group's leader included."""
+        """All that have not finished."""
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._groups = ChoiceGroups()
-        self._deadlines: list[tuple[float, int, Request]] = []
         self._sequence = 0
         self._step = 0
         self._in_flight: deque[list[Request]] = deque()
@@ -54,7 +52,6 @@ class Scheduler:
         self._num_prefilling = 0
         self._num_reserved = 0
         """Blocks promised to prompts that are being computed."""
-        self._waiting_tokens = 0
 
     # ---------------------------------------------------------------- requests come and go
     def add(self, add: AddRequest) -> None:
@@ -70,12 +67,7 @@ class Scheduler:
         self._sequence += 1
         request = Request(add, self._sequence, min(wanted, self.window), self._eos_token_ids)
         self.requests[request.request_id] = request
-        self._waiting_tokens += length
-        if request.deadline is not None:
-            heappush(self._deadlines, (request.deadline, self._sequence, request))
-        if not self.kv.enable_prefix_caching or self._groups.join(request):
-            self.waiting.add(request)
-        else:
+        if not self.waiting.arrive(request):
             self._note_wait(request, "first_choice")
 
     def abort(self, request_id: str, reason: FinishReason) -> None:
@@ -87,13 +79,11 @@ class Scheduler:
     def expire(self, now: float) -> list[TokenOutput]:
         """Fails those that are past their deadline and have never been scheduled."""
         outputs: list[TokenOutput] = []
-        while self._deadlines and self._deadlines[0][0] < now:
-            request = heappop(self._deadlines)[2]
-            if request.status is _WAITING and not request.timings.first_scheduled:
-                self._note_wait(request, "deadline")
-                waited = f"The request waited {now - request.arrival:.1f} s in the queue, past its deadline."
-                outputs.append(failure(request, waited, now))
-                self._finish(request, "error")
+        for request in self.waiting.expired(self.requests, now):
+            self._note_wait(request, "deadline")
+            waited = f"The request waited {now - request.arrival:.1f} s in the queue, past its deadline."
+            outputs.append(failure(request, waited, now))
+            self._finish(request, "error")
         return outputs
 
     def fail(self) -> None:
@@ -110,7 +100,7 @@ class Scheduler:
         kv, draft = self.kv, Draft(self._step + 1)
         kv.open_step(draft.step)
         budget = self._plan_running(draft, self.limits.max_num_batched_tokens)
-        if self.waiting.items and not draft.preempted:
+        if self.waiting.queue and not draft.preempted:
             self._plan_waiting(draft, budget, now)
         num_tokens = draft.num_tokens
         copies = kv.seal_step(num_tokens)
@@ -187,7 +177,7 @@ class Scheduler:
         Prompts short enough to be computed whole ride along with its chunks, and those before it in order.
         """
         wanted = 0
-        for other in islice(self.waiting, MAX_EXAMINED if self._slots.num_free else 0):
+        for other in islice(self.waiting.queue, MAX_EXAMINED if self._slots.num_free else 0):
             match = self.kv.fitting_match(other, self._num_reserved)
             if match is None:
                 if self._may_not_be_overtaken(other):
@@ -206,7 +196,7 @@ class Scheduler:
 
     def _plan_waiting(self, draft: Draft, budget: int, now: float) -> None:
         """Admits who fits, in order. Who does not may be overtaken: not for ever, and not after a preemption."""
-        items, kv = self.waiting.items, self.kv
+        items, kv = self.waiting.queue.items, self.kv
         passed: list[Request] = []
         num_overtaken = place = 0
         while budget > 0 and self._slots.num_free and place < min(len(items), MAX_EXAMINED):
@@ -239,8 +229,7 @@ class Scheduler:
 
     def _admit(self, draft: Draft, request: Request, match: Match, tokens: int, now: float) -> None:
         counters = self.counters
-        self.waiting.remove(request)
-        self._waiting_tokens -= len(request.token_ids)
+        self.waiting.take(request)
         self.kv.admit(request, match, match.num_tokens + tokens)
         if request.cached_tokens < 0:
             request.cached_tokens = match.num_tokens
@@ -292,8 +281,7 @@ class Scheduler:
         victim.num_preemptions += 1
         self._leave(victim)
         victim.status = _WAITING
-        self._waiting_tokens += len(victim.token_ids)
-        self.waiting.add(victim)
+        self.waiting.put_back(victim)
 
     # ---------------------------------------------------------------- results
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenOutput]:
@@ -322,14 +310,14 @@ class Scheduler:
                     kv.publish(request, confirmed, plan.step)
                 if before < request.num_prompt <= confirmed:
                     kv.publish_tail(request, plan.step)
-                    for sibling in self._groups.prompt_computed(request):
-                        self.waiting.add(sibling)
+                if request.group is not None and confirmed >= request.num_prompt:
+                    self.waiting.prompt_computed(request)
             if row is not None:
                 output = take_tokens(request, row, now)
                 outputs.append(output)
                 self.counters.generated_tokens_total += len(output.token_ids)
                 if request.status is _WAITING:
-                    self._waiting_tokens += len(output.token_ids)
+                    self.waiting.num_tokens += len(output.token_ids)
                 if output.finish_reason is not None:
                     self._finish(request, output.finish_reason)
         return outputs
@@ -340,14 +328,10 @@ class Scheduler:
         if request.status is _RUNNING:
             self._leave(request, keep)
         else:
-            self._waiting_tokens -= len(request.token_ids)
-            if not self._groups.drop(request):
-                self.waiting.remove(request)
+            self.waiting.remove(request)
         request.status, request.finish_reason = _FINISHED, reason
         del self.requests[request.request_id]
-        heir = self._groups.heir(request)
-        if heir is not None:
-            self.waiting.add(heir)
+        self.waiting.succeed(request)
 
     def _leave(self, request: Request, keep: bool = True) -> None:
         """Out of the running set; its blocks and its slot when no unfinished step has a row of it."""
@@ -375,19 +359,19 @@ class Scheduler:
     # ---------------------------------------------------------------- views
     def stats(self) -> Stats:
         waiting = len(self.requests) - len(self.running)
-        return snapshot(self.counters, self.kv, len(self.running), waiting, self._waiting_tokens)
+        return snapshot(self.counters, self.kv, len(self.running), waiting, self.waiting.num_tokens)
 
     def check(self) -> None:
         """Asserts every invariant, the KV manager's included. Not while a step is being planned."""
         self.kv.check()
-        running, waiting = self.running.items, self.waiting.items
+        running, waiting = self.running.items, self.waiting.queue.items
         for queue in (running, waiting):
             assert all(one.order < two.order for one, two in pairwise(queue))
         self._slots.check([request.slot for request in running])
         assert self._num_prefilling == sum(request.prefilling for request in running)
         assert self._num_reserved == sum(request.num_reserved for request in running)
         queued = [request for request in self.requests.values() if request.status is _WAITING]
-        assert self._waiting_tokens == sum(len(request.token_ids) for request in queued)
+        assert self.waiting.num_tokens == sum(len(request.token_ids) for request in queued)
         for request in running:
             assert request.status is _RUNNING
             assert request.num_confirmed <= request.num_computed < request.max_total

@@ -24,8 +24,6 @@ class ForwardBatch:
     """int32 [B, max_blocks]: blocks of sequence b in order; entries past its length are undefined"""
     logit_rows: torch.Tensor
     """int64 [S]: rows whose hidden state goes through the head"""
-    num_decodes: int
-    """The first `num_decodes` sequences have one token each."""
     adapter_slots: torch.Tensor | None = None
     """int32 [T]: LoRA adapter of each token, 0: none; None: no adapters at all"""
 

@@ -38,9 +38,9 @@ class SingleExecutor:
     `forward`; what was drawn without them cannot be taken back.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, eos_token_ids: tuple[int, ...]) -> None:
         self.runner, self.rows = runner, runner.rows
-        self.sampler = Sampler(runner.rows, runner.config.vocab_size, runner.config.eos_token_ids)
+        self.sampler = Sampler(runner.rows, runner.config.vocab_size, eos_token_ids)
         self._open: StepHandle | None = None
         """The last step, until its tokens are drawn."""
 
@@ -95,7 +95,8 @@ class SingleExecutor:
             for slot in range(count)
         ]
         self.sample(self.forward(_plan(list(range(count)), length, rows)), None)
-        self.sample(self.forward(_plan(list(range(count)), 1, [])), None)
+        if limits.max_model_len > 2:
+            self.sample(self.forward(_plan(list(range(count)), 1, [])), None)
         self.forward(_plan([], 0, [], freed=list(range(count))))
         self.shutdown()
         self.runner.pool[: count * blocks] = 0

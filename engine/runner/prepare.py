@@ -62,9 +62,4 @@ class BatchBuilder:
             seq_lens=self._seq_lens[:count],
             block_tables=tables,
             logit_rows=self._logit_rows[: len(sampled)],
-            num_decodes=count if decode_only else _leading_ones(plan.num_tokens),
         )
-
-
-def _leading_ones(num_tokens: list[int]) -> int:
-    return next((place for place, tokens in enumerate(num_tokens) if tokens != 1), len(num_tokens))

@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError
 from engine.errors import InvalidRequest, StartupError
 from engine.text.chat_messages import Message, TemplateTraits, normalize_messages, plain_json, with_parts
 from engine.text.template_environment import RaisedByTemplate, make_environment
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import PIECE, Tokenizer
 from engine.text.tokenizer_files import NAMED_TOKENS
 
 MAX_RENDERED_CHARS = 1 << 24
@@ -185,7 +185,7 @@ class ChatRenderer:
     # ------------------------------------------------------------------ whose control tokens
     def _holds_control_text(self, chat: _Chat) -> bool:
         find = self._tokenizer.find_control
-        return any(next(iter(find(text)), None) is not None for text in _strings(_data(chat)))
+        return any(next(find(text), None) is not None for text in _strings(_data(chat)))
 
     def _attribute(self, chat: _Chat, text: str) -> tuple[str, set[int]]:
         """(rendering, numbers of the control tokens in it that come from the conversation)."""
@@ -295,7 +295,10 @@ def _map_strings(chat: _Chat, change: Callable[[str], str]) -> _Chat:
 
 
 def _unused_marks(chat: _Chat) -> tuple[str, str]:
-    used = set().union(*map(set, _strings(_data(chat))))
+    used: set[str] = set()
+    for text in _strings(_data(chat)):
+        for start in range(0, len(text), PIECE):
+            used.update(text[start : start + PIECE])
     free = (chr(code) for code in MARKS if chr(code) not in used)
     opening, closing = next(free, None), next(free, None)
     if opening is None or closing is None:
@@ -313,11 +316,11 @@ def _with_marks(text: str, spans: list[tuple[int, int]], opening: str, closing: 
 
 def _without_marks(text: str, opening: str, closing: str) -> tuple[str, set[int]]:
     """(the text without marks, places in it where a marked token begins). A mark that lost its fellow counts too."""
-    pieces, length, places = [], 0, set()
-    for piece in re.split(f"([{opening}{closing}])", text):
-        if piece == opening:
+    pieces, length, places, end = [], 0, set(), 0
+    for mark in re.finditer(f"[{opening}{closing}]", text):
+        pieces.append(text[end : mark.start()])
+        length += len(pieces[-1])
+        end = mark.end()
+        if mark.group() == opening:
             places.add(length)
-        elif piece != closing:
-            pieces.append(piece)
-            length += len(piece)
-    return "".join(pieces), places
+    return "".join([*pieces, text[end:]]), places

@@ -11,7 +11,7 @@ A control token is any added token that is not mere whitespace, special or not (
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tokenizers
@@ -25,6 +25,8 @@ from engine.text.tokenizer_files import TokenizerParts, read_folder
 
 LONG_TEXT = 1024
 """Characters from which a text is encoded without the interpreter's lock, so that other threads go on."""
+PIECE = 1 << 14
+"""Characters that one search of a long text covers: it holds the interpreter's lock, at 40 ns a character at worst."""
 NFC_SHRINKS = 4
 """Canonical composition makes a text shorter by this factor at most, in UTF-8 (Unicode, section 3.11)."""
 
@@ -48,6 +50,7 @@ class Tokenizer:
         self._control = {token.content: (index, token) for index, token in markup}
         self._control_ids = frozenset(index for index, _ in self._control.values())
         longest_first = sorted(self._control, key=len, reverse=True)
+        self._longest_control = len(longest_first[0]) if longest_first else 1
         self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._plain, self._plain_inside = _plain_tokenizers(self.backend, self._control)
         self._bytes = TokenBytes(self.backend)
@@ -101,9 +104,17 @@ class Tokenizer:
             start, strip_left = match.end(), token.rstrip
         return ids + self._encode_between(text[start:], strip_left, start == 0)
 
-    def find_control(self, text: str) -> Iterable[re.Match[str]]:
-        """Control tokens written in `text`, in order: leftmost, then longest."""
-        return self._control_pattern.finditer(text)
+    def find_control(self, text: str) -> Iterator[re.Match[str]]:
+        """Control tokens written in `text`, in order: leftmost, then longest. Lets other threads go on meanwhile."""
+        place = 0
+        while place < len(text):
+            border = place + PIECE
+            match = self._control_pattern.search(text, place, border + self._longest_control - 1)
+            if match is None or match.start() >= border:
+                place = border
+            else:
+                yield match
+                place = match.end()
 
     def _encode_between(self, text: str, strip_left: bool, at_start: bool) -> list[int]:
         """Text between two control tokens, as the full tokenizer encodes it there."""

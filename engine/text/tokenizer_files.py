@@ -85,13 +85,18 @@ def _special(named: dict[str, str], config: dict[str, Any], backend: tokenizers.
 
 def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
     """generation_config.json, else config.json; the tokenizer's own EOS always counts."""
-    for file in ("generation_config.json", "config.json"):
-        found = _read_json(folder / file).get("eos_token_id")
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        found = _read_json(folder / name).get("eos_token_id")
         if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(token) is int and token >= 0 for token in ids):
+                raise StartupError(
+                    f"--model {folder}: eos_token_id in {name} must be a token id or a list of them, got {found!r}."
+                )
             break
-    ids = found if isinstance(found, list) else [found]
-    ids = [*ids, backend.token_to_id(eos_token) if eos_token is not None else None]
-    return tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))
+    own = backend.token_to_id(eos_token) if eos_token is not None else None
+    return tuple(dict.fromkeys(ids if own is None else [*ids, own]))
 
 
 def _post_processor_adds(backend: tokenizers.Tokenizer, bos: str) -> bool:

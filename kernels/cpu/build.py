@@ -74,7 +74,9 @@ def find_compiler() -> str:
     for name in COMPILERS:
         if path := shutil.which(name):
             return path
-    raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)}) on this machine")
+    raise BuildError(
+        f"no C++ compiler ({', '.join(COMPILERS)}) on this machine; install {COMPILERS[0]} and start again"
+    )
 
 
 def compiler_version(compiler: str) -> str:

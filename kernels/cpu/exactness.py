@@ -22,17 +22,17 @@ def probe(packed: PackedLinear, dtype: torch.dtype) -> str | None:
     x = torch.randn(ROWS, packed.in_features, generator=generator).to(dtype)
     together = linear(x, packed)
     if window := _differing_window(x, together, packed):
-        return f"rows depend on their company ({window[1] - window[0]} of {ROWS} rows)"
+        return f"other bits for {_rows(window)} computed alone"
     with _one_thread():
         if not torch.equal(linear(x, packed), together):
-            return "rows depend on the number of threads"
+            return "other bits with one thread than with several"
         if window := _differing_window(x, together, packed):
-            return f"rows depend on their company ({window[1] - window[0]} of {ROWS} rows, one thread)"
+            return f"other bits for {_rows(window)} computed alone by one thread"
     return None
 
 
 def report(layers: Mapping[str, PackedLinear], dtype: torch.dtype) -> str:
-    """For the start-up block: "rows are bit-exact: probed", or which layers are not and why.
+    """For the start-up block: that other requests change no answer, or which layers are not exact and why.
 
     layers: by name. One of each shape is probed: those of one shape are computed alike.
     """
@@ -41,8 +41,9 @@ def report(layers: Mapping[str, PackedLinear], dtype: torch.dtype) -> str:
         shapes.setdefault((packed.out_features, packed.in_features), name)
     failures = {name: reason for name in shapes.values() if (reason := probe(layers[name], dtype))}
     if not failures:
-        return "rows are bit-exact: probed"
-    return "rows are NOT bit-exact: " + "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+        return "not changed by other requests in the least, bit for bit (checked on this machine)"
+    found = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+    return f"may be changed a little by other requests or by --num-threads, since rounding differs ({found})"
 
 
 def _differing_window(x: torch.Tensor, together: torch.Tensor, packed: PackedLinear) -> tuple[int, int] | None:
@@ -50,6 +51,10 @@ def _differing_window(x: torch.Tensor, together: torch.Tensor, packed: PackedLin
         if not torch.equal(linear(x[start:end], packed), together[start:end]):
             return start, end
     return None
+
+
+def _rows(window: tuple[int, int]) -> str:
+    return f"{window[1] - window[0]} of {ROWS} rows"
 
 
 @contextmanager

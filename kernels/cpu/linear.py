@@ -173,6 +173,7 @@ def _offer_onednn(device: str, dtype: torch.dtype) -> Accepted | Refused:
         return Refused(f"runs on the CPU, not on {device}")
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return Refused("this torch was built without oneDNN")
+    keep_onednn_from_amx()  # before the next question but one: it is a use of oneDNN already
     if dtype is torch.float32:
         return Accepted(pack_onednn)
     if dtype is not torch.bfloat16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():

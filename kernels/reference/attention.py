@@ -60,8 +60,10 @@ def paged_attention(
         for row in range(first, last):
             seen = length - (last - 1 - row)
             heads = q[row].float().view(kv_heads, -1, q.shape[2])  # [Hkv, G, D]
-            weights = torch.softmax(heads @ k[:, :seen].mT * scale, dim=-1)
-            parts = zip(torch.split(weights, SPLIT, -1), torch.split(v[:, :seen], SPLIT, -2), strict=True)
+            # Copies: how a product is summed depends on strides too, and those would tell the chunk's length.
+            k_seen, v_seen = k[:, :seen].contiguous(), v[:, :seen].contiguous()
+            weights = torch.softmax(heads @ k_seen.mT * scale, dim=-1)
+            parts = zip(torch.split(weights, SPLIT, -1), torch.split(v_seen, SPLIT, -2), strict=True)
             products = [w @ x for w, x in parts]
             out[row] = functools.reduce(torch.add, products).flatten(0, 1).to(q.dtype)
     return out.flatten(1)

@@ -10,8 +10,6 @@ from server.protocol.sampling import GenerationBody, Logprobs
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 16384
 """Over all messages of a request."""
-ITEM_CHARS = 32
-"""A message or a part costs as much to render as so many characters of text."""
 
 
 class Lenient(Body):
@@ -54,15 +52,6 @@ class Message(Lenient):
     @property
     def num_parts(self) -> int:
         return len(self.content) if isinstance(self.content, list) else 0
-
-    @property
-    def length(self) -> int:
-        """What rendering it costs, in characters of text."""
-        texts = [self.content, self.refusal, self.reasoning, self.reasoning_content, *(self.model_extra or {}).values()]
-        texts += [call.function.arguments for call in self.tool_calls or ()]
-        if isinstance(self.content, list):
-            texts += [part.text or part.refusal for part in self.content]
-        return ITEM_CHARS * (1 + self.num_parts) + sum(len(text) for text in texts if isinstance(text, str))
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag
 
 from server.protocol.body import Int, TokenId
+from server.protocol.refusal import EXPECTED
 from server.protocol.sampling import GenerationBody, Logprobs
 
 MAX_PROMPTS = 512
@@ -14,12 +15,12 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 TokenLists = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-def _kind(prompt: object) -> str:
+def _kind(prompt: object) -> str | None:
     """Which of the four a prompt is, by its first item: errors then are about that one."""
-    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
     if isinstance(prompt, list):
+        first = prompt[0] if prompt else None
         return "Texts" if isinstance(first, str) else "TokenLists" if isinstance(first, list) else "TokenIds"
-    return "Text"
+    return "Text" if isinstance(prompt, str) else None
 
 
 Prompt = Annotated[
@@ -27,7 +28,7 @@ Prompt = Annotated[
     | Annotated[Texts, Tag("Texts")]
     | Annotated[TokenIds, Tag("TokenIds")]
     | Annotated[TokenLists, Tag("TokenLists")],
-    Discriminator(_kind),
+    Discriminator(_kind, custom_error_type=EXPECTED, custom_error_message="a text, texts, token ids or lists of them"),
 ]
 
 

@@ -2,17 +2,35 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from engine import MAX_ALLOWED_TOKEN_IDS
-from server.protocol.body import INT32_MAX, Body, Float, Int, Int32, TokenId, number
+from engine import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS
+from server.protocol.body import INT32_MAX, Body, Float, Int, Int32, TokenId, integer, number
+from server.protocol.refusal import expected, shown
+
+
+def _biases(values: dict[str, Any]) -> dict[str, Any]:
+    """Stops at the first bad one; pydantic has no such thing for objects."""
+    if len(values) > MAX_LOGIT_BIAS:
+        raise expected(f"an object of at most {MAX_LOGIT_BIAS} entries", f"{len(values)}")
+    for key, value in values.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise expected("an object of numbers", f"{shown(value)} for {shown(key)}")
+        number(value)
+    return values
+
 
 # A list stops at its first bad item: its errors must not outgrow it.
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Ints = Annotated[list[TokenId], Field(fail_fast=True)]
 AllowedIds = Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)]
-Logprobs = Annotated[int, Field(ge=0, le=20), BeforeValidator(number)]
-Truncation = Annotated[int, Field(ge=-1, le=INT32_MAX), BeforeValidator(number)]
+Biases = Annotated[
+    dict[str, Any],
+    AfterValidator(_biases),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+Logprobs = Annotated[int, Field(ge=0, le=20), BeforeValidator(integer)]
+Truncation = Annotated[int, Field(ge=-1, le=INT32_MAX), BeforeValidator(integer)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 
 
@@ -38,7 +56,7 @@ class GenerationBody(Body):
     presence_penalty: Float | None = None
     frequency_penalty: Float | None = None
     repetition_penalty: Float | None = None
-    logit_bias: dict[str, Annotated[float, Strict()]] | None = None
+    logit_bias: Biases | None = None
     seed: Int | None = None
     stop: str | Strings | None = None
     stop_token_ids: Ints | None = None

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from engine import EngineClient
 from server import translate
 from server.context import ServerContext, context_of
+from server.errors import about
 from server.generation import Generation, Work, collect
 from server.limits import read_body
 from server.openapi import accepts
@@ -32,22 +33,24 @@ GONE = 499
 @router.post("/chat/completions", openapi_extra=accepts(ChatBody))
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation."""
-    return await generate(request, ChatBody, translate.chat)
+    return await generate(request, ChatBody, translate.chat, "messages")
 
 
 @router.post("/completions", openapi_extra=accepts(CompletionBody))
 async def completions(request: Request) -> Response:
     """Completes texts or token ids."""
-    return await generate(request, CompletionBody, translate.completion)
+    return await generate(request, CompletionBody, translate.completion, "prompt")
 
 
-async def generate(request: Request, shape: type[Shape], translation: Translate[Shape]) -> Response:
+async def generate(request: Request, shape: type[Shape], translation: Translate[Shape], prompt: str) -> Response:
+    """`prompt`: the field that the prompt comes from."""
     context = context_of(request)
     try:
         client = context.engine()
         body = parse(shape, await read_body(request, context.limits))
-        work, answer = await translation(context, client, body, request)
-        generation = await Generation.start(client, work, context.metrics)
+        with about(prompt):
+            work, answer = await translation(context, client, body, request)
+            generation = await Generation.start(client, work, context.metrics)
     except ClientDisconnect:
         context.metrics.request_finished("abort")
         return _gone(context)

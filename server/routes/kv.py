@@ -1,23 +1,31 @@
-"""GET /debug/kv: where the pages are, and the latest events with their reasons."""
+"""GET /debug/kv: where the pages are, what was counted, and the latest events with their reasons.
+
+For people and for the page at /. Every number stands there once. docs/api.md says what each means.
+"""
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query
 from starlette.requests import Request
+from starlette.responses import Response
 
-from engine import NotReady
+from engine import EngineReady, NotReady, Stats
 from server.context import caller_of, context_of
 from server.errors import DRAINING_RETRY_SECONDS, HTTPError, Problem, retry_after
 
 router = APIRouter(tags=["kv"])
 
 MAX_EVENTS = 1000
+NO_COUNTERS = ("pages_total", "received_total")
+"""A gauge that `memory_stats()` has, and bookkeeping between the processes."""
+COUNTERS = [name for name in Stats.__struct_fields__ if name.endswith("_total") and name not in NO_COUNTERS]
 
 
 @router.get("/debug/kv")
-async def kv(request: Request, events: Annotated[int, Query(ge=0, le=MAX_EVENTS)] = 200) -> dict[str, Any]:
+async def kv(request: Request, events: Annotated[int, Query(ge=0, le=MAX_EVENTS)] = 200) -> Response:
     """The figures of `LLM.memory_stats()`, the engine's latest snapshot, and events, newest last. What events tell of
     other API keys' requests holds no text."""
     context = context_of(request)
@@ -32,10 +40,30 @@ async def kv(request: Request, events: Annotated[int, Query(ge=0, le=MAX_EVENTS)
         message = f"The engine has not answered within {seconds:g} seconds."
         headers = retry_after(DRAINING_RETRY_SECONDS)
         raise HTTPError(Problem(503, message, code="engine_not_ready", headers=headers)) from None
+    figures = {"model": client.model.name, **report.memory, **_more(client.stats, client.info)}
+    return Response(_written_for_people(figures, report.events), media_type="application/json")
+
+
+def _more(stats: Stats, info: EngineReady) -> dict[str, Any]:
+    """What `memory_stats()` does not say."""
     return {
-        **report.memory,
-        "model": client.model.name,
-        "cache": msgspec.to_builtins(client.info.cache),
-        "stats": {name: getattr(client.stats, name) for name in client.stats.__struct_fields__},
-        "events": report.events,
+        "shared_pages": stats.pages_shared,
+        "stored_tokens": stats.tokens_stored,
+        "waiting_requests": stats.waiting,
+        "waiting_tokens": stats.waiting_tokens,
+        "step_tokens": stats.scheduled_tokens,
+        "cache": {
+            "block_size": info.cache.block_size,
+            "dtype": info.cache.dtype,
+            "max_model_len": info.cache.max_model_len,
+            "enable_prefix_caching": info.cache.enable_prefix_caching,
+        },
+        "counters": {name: getattr(stats, name) for name in COUNTERS},
     }
+
+
+def _written_for_people(figures: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> bytes:
+    """Indented JSON, but an event a line."""
+    head = msgspec.json.format(msgspec.json.encode(figures), indent=2).removesuffix(b"\n}")
+    lines = b",".join(b"\n    " + msgspec.json.encode(event) for event in events)
+    return head + b',\n  "events": [' + lines + (b"\n  ]" if events else b"]") + b"\n}\n"

@@ -10,7 +10,6 @@ from server.context import ServerContext, context_of
 router = APIRouter(prefix="/v1", tags=["models"])
 
 
-@router.head("/models", include_in_schema=False)
 @router.get("/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """The served model, under each of its names."""
@@ -18,7 +17,6 @@ async def list_models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_card(context, name) for name in context.engine().model.names]}
 
 
-@router.head("/models/{model:path}", include_in_schema=False)
 @router.get("/models/{model:path}")
 async def retrieve_model(request: Request, model: str) -> dict[str, Any]:
     """One model; ids may hold slashes."""

@@ -1,5 +1,7 @@
 """Probes: /health and /livez say whether the process and its engine live, /readyz whether to send requests here."""
 
+from collections.abc import Mapping
+
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -15,15 +17,11 @@ router = APIRouter(tags=["probes"])
 _REASONS = {
     "loading": "The model is still loading.",
     "draining": "The server is shutting down.",
-    "dead": "The engine has stopped.",
+    "dead": "The engine has stopped; the server's log says why.",
     "overloaded": "The queue is full.",
 }
 
 
-@router.head("/health", include_in_schema=False)
-@router.head("/live", include_in_schema=False)
-@router.head("/livez", include_in_schema=False)
-@router.head("/ping", include_in_schema=False)
 @router.get("/health")
 @router.get("/live")
 @router.get("/livez")
@@ -31,29 +29,35 @@ _REASONS = {
 @router.post("/ping")
 async def health(request: Request) -> Response:
     """200 unless the engine is dead. Loading, draining and busy are healthy."""
-    context = context_of(request)
-    if context.phase != "dead":
-        return Response(status_code=200)
-    return Problem(503, _REASONS["dead"], code="engine_dead").response()
+    phase = context_of(request).phase
+    if phase == "dead":
+        return _unavailable(Problem(503, _REASONS[phase], code="engine_dead"), phase)
+    return _json({"status": "ok", "phase": phase})
 
 
-@router.head("/ready", include_in_schema=False)
-@router.head("/readyz", include_in_schema=False)
 @router.get("/ready")
 @router.get("/readyz")
 async def ready(request: Request) -> Response:
     """200 when requests are welcome, else 503 and why: loading, draining, dead or overloaded."""
     context = context_of(request)
-    state = context.readiness
+    phase = context.readiness
+    if phase == "ready":
+        return _json({"status": "ok", "phase": phase})
+    seconds = LOADING_RETRY_SECONDS if phase in ("loading", "overloaded") else DRAINING_RETRY_SECONDS
+    problem = Problem(503, _REASONS[phase], code="engine_not_ready", headers=retry_after(seconds))
+    if phase != "loading":
+        return _unavailable(problem, phase)
     loading = context.loading if context.client is None else context.client.loading
-    body: dict[str, object] = {"status": state, "phase": state}
-    if state == "loading":
-        body |= {"detail": loading.phase, "progress": round(loading.fraction, 3)}
-    if state == "ready":
-        return Response(msgspec.json.encode(body), media_type="application/json")
-    seconds = LOADING_RETRY_SECONDS if state in ("loading", "overloaded") else DRAINING_RETRY_SECONDS
-    problem = Problem(503, _REASONS[state], code="engine_not_ready", headers=retry_after(seconds))
-    return Response(msgspec.json.encode({**problem.body(), **body}), 503, problem.headers, "application/json")
+    return _unavailable(problem, phase, detail=loading.phase, progress=round(loading.fraction, 3))
+
+
+def _unavailable(problem: Problem, phase: str, **progress: object) -> Response:
+    """The usual envelope for clients, and beside it the same for who reads probes."""
+    return _json({"status": "unavailable", "phase": phase, **progress, **problem.body()}, 503, problem.headers)
+
+
+def _json(body: dict[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 @router.get("/version")

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from engine import InvalidRequest, NotReady
 from server import translate
 from server.context import context_of
+from server.errors import about
 from server.limits import read_body
 from server.openapi import accepts
 from server.protocol.body import parse
@@ -29,10 +30,12 @@ async def tokenize(request: Request) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt or messages.", "prompt", "invalid_value")
     if body.prompt is not None:
-        [tokens] = await translate.encoded(context, client, [body.prompt], body.add_special_tokens, None)
+        with about("prompt"):
+            [tokens] = await translate.encoded(context, client, [body.prompt], body.add_special_tokens, None)
     else:
         refuse(body, TEMPLATE)
-        tokens = await translate.conversation(context, client, body)
+        with about("messages"):
+            tokens = await translate.conversation(context, client, body)
     return {
         "count": len(tokens),
         "max_model_len": client.info.cache.max_model_len,

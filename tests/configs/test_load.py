@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -347,6 +349,28 @@ def test_print_config_shows_value_and_origin(tmp_path: Path):
     assert 'model: "my_model"  # MODEL' in lines
     assert "enable-prefix-caching: true  # default" in lines
     assert len(lines) == 1 + len(Settings.model_fields)
+
+
+def test_print_config_says_what_an_unset_field_comes_to():
+    lines = load([], {}).describe().splitlines()
+    assert "null" not in "".join(lines)
+    assert 'host: "auto"  # default: 127.0.0.1' in lines
+    assert 'num-threads: "auto"  # default: one for each physical core that Octavo may use' in lines
+    assert 'model: "auto"  # default: SmolLM2-135M-Instruct' in lines
+    lines = load(["--queue-timeout", "none", "--host=auto"], {"OCTAVO_API_KEY": "k"}).describe().splitlines()
+    assert 'queue-timeout: "none"  # --queue-timeout: no limit' in lines
+    assert 'host: "auto"  # --host: 0.0.0.0, since an API key is set' in lines
+
+
+OPTIONAL = [name for name, info in Settings.model_fields.items() if type(None) in get_args(info.annotation)]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_print_config_shows_no_value_as_a_word_that_can_be_read_back(name: str, tmp_path: Path):
+    printed = load([f"{flag(name)}=none"], {}).describe()
+    assert getattr(load(["--config", write(tmp_path / "c.yaml", printed)], {}).settings, name) is None
+    [line] = [line for line in printed.splitlines() if line.startswith(f"{flag(name)[2:]}:")]
+    assert re.fullmatch(rf'[a-z-]+: "(auto|none)"  # {flag(name)}: \S.*', line), line
 
 
 def test_print_config_hides_keys():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import BOS, EOS, VARIANTS, build, load_reference
+from tiny_models import VARIANTS, build, load_reference
 
 from configs.errors import StartupError
 from configs.kv import KVFormat, KVSpec, LayerKV
@@ -58,7 +58,7 @@ def test_old_style_config(tmp_path: Path) -> None:
     assert (config.head_dim, config.max_position, config.rms_norm_eps, config.dtype) == (64, 2048, 1e-5, "bfloat16")
     assert config.rope == RopeConfig("none", 10000.0)
     assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
-    assert (config.bos_token_id, config.eos_token_ids, config.sliding_window) == (1, (2,), None)
+    assert config.sliding_window is None
     assert config.num_parameters == 1_100_048_384  # TinyLlama 1.1B
 
 
@@ -77,7 +77,7 @@ def test_what_transformers_saves(name: str, tmp_path: Path) -> None:
     assert config.rope.kind == ("none" if kind == "default" else kind)
     assert config.rope.theta == tiny.rope.get("rope_theta", 10000.0)
     assert config.rope.factor == tiny.rope.get("factor", 1.0)
-    assert (config.bos_token_id, config.eos_token_ids, config.dtype) == (BOS, (EOS,), "float32")
+    assert config.dtype == "float32"
     assert config.num_parameters == load_reference(tmp_path).num_parameters()
 
 
@@ -98,13 +98,6 @@ def test_yarn_factor_follows_from_the_windows(tmp_path: Path) -> None:
     ).rope
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 512)
     assert rope.attention_factor == pytest.approx(1.138629436)
-
-
-def test_several_end_tokens_of_generation_config_win(tmp_path: Path) -> None:
-    assert read(tmp_path, BASE | {"eos_token_id": [2, 7, 2]}).eos_token_ids == (2, 7)
-    assert read(tmp_path, BASE, {"eos_token_id": [5, 2]}).eos_token_ids == (5, 2)
-    assert read(tmp_path, BASE, {"eos_token_id": None}).eos_token_ids == (2,)
-    assert read(tmp_path, BASE | {"eos_token_id": None}, {}).eos_token_ids == ()
 
 
 def test_generation_defaults(tmp_path: Path) -> None:
@@ -206,7 +199,6 @@ def test_reading_a_config_loads_no_torch(tmp_path: Path) -> None:
         ({"rms_norm_eps": 0}, "rms_norm_eps must be above 0, got 0"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number, got 'small'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
-        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of token ids, got '</s>'"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
         ({"torch_dtype": "int8"}, "torch_dtype must be one of bfloat16, float16, float32, got 'int8'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),

@@ -108,12 +108,29 @@ def test_window_of_the_model(value: object):
     assert Settings(max_model_len=value).max_model_len is None
 
 
-@pytest.mark.parametrize("name", ["gpu_memory_utilization", "num_threads"])
+CHOSEN = (
+    "model",
+    "chat_template",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+    "host",
+)
+LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens", "queue_timeout", "watchdog_timeout")
+
+
+@pytest.mark.parametrize("name", [*CHOSEN, "num_threads"])
 def test_auto(name: str):
-    assert getattr(Settings(**{name: "auto"}), name) is None
+    assert getattr(Settings(**{name: "Auto"}), name) is None
 
 
-@pytest.mark.parametrize("name", ["max_num_queued_reqs", "max_num_queued_tokens", "queue_timeout", "watchdog_timeout"])
+@pytest.mark.parametrize("name", LIMITS)
+def test_octavo_chooses_no_limit(name: str):
+    with pytest.raises(SettingsError, match=f"{flag(name)}.*'auto'"):
+        Settings.create({name: "auto"})
+
+
+@pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.parametrize("value", ["none", "None", "null", None])
 def test_none_takes_a_limit_away(name: str, value: object):
     assert getattr(Settings(**{name: value}), name) is None

@@ -1,6 +1,8 @@
 """The offline class: the same core, without HTTP."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -107,3 +109,24 @@ def test_no_prompts(llm: LLM) -> None:
 def test_unknown_setting() -> None:
     with pytest.raises(StartupError, match="max_model_len"):
         LLM(max_model_length=5)
+
+
+def test_the_tokenizers_own_end_token_ends_a_sequence(tmp_path: Path) -> None:
+    """Chat fine-tunes often name it in tokenizer_config.json alone."""
+    folder = tiny_models.build(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    end = tiny_models.EOS - 1
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": tiny_models.SPECIAL_TOKENS[end]}))
+    llm = LLM(str(folder), dtype="float32", num_gpu_blocks_override=16, num_threads=1)
+    try:
+        for token in (end, tiny_models.EOS):
+            forced = SamplingParams(temperature=0.0, max_tokens=5, logit_bias={token: 100.0})
+            [choice] = llm.generate("x", forced)[0].outputs
+            assert (choice.finish_reason, choice.token_ids) == ("stop", [token])
+    finally:
+        llm.shutdown()
+
+
+def test_a_text_among_token_ids_is_refused(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="token ids among them"):
+        llm.generate([65, "text"], GREEDY)  # type: ignore[list-item]

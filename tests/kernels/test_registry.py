@@ -1,9 +1,13 @@
 """Who serves an op, and why the others do not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kernels.registry import Accepted, Candidate, NoImplementation, Refused, choose, choose_among
+from kernels.cpu import library
+from kernels.cpu.library import ISA_TITLES, ISAS
+from kernels.registry import Accepted, Candidate, NoImplementation, Refused, candidates, choose, choose_among
 
 OPS = (
     "rms_norm",
@@ -48,6 +52,22 @@ def test_every_op_is_served_in_every_dtype(op, dtype):
     assert callable(choice.function)
     assert choice is choose(op, "cpu", dtype)
     assert all(name and reason for name, reason in choice.refused)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("op", ["paged_attention", "pack_linear", "rms_norm"])
+def test_a_cpu_gets_the_strongest_kernels_that_it_runs(op, isa, monkeypatch):
+    native = library.load()
+    if native is None or isa not in native.cpu_isas:
+        pytest.skip(f"no native {isa} here")
+    weaker = replace(native, cpu_isas=native.cpu_isas[: native.cpu_isas.index(isa) + 1])
+    monkeypatch.setattr(library, "load", lambda: weaker)
+    strongest = {"avx512bf16": "avx512", "amx": "avx512"}.get(isa, isa)  # those two do not compute in fp32
+    choice = choose_among(candidates(op), op, "cpu", torch.float32)
+    assert choice.name == f"C++ {ISA_TITLES[strongest]}"
+    for name, reason in choice.refused:
+        stronger = {f"C++ {ISA_TITLES[each]}" for each in ISAS[ISAS.index(isa) + 1 :]}
+        assert name not in stronger or "has no" in reason or "does not compute" in reason
 
 
 def test_other_devices_get_the_reference():

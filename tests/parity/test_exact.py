@@ -117,6 +117,8 @@ WAYS: dict[str, Callable[[Loaded], list[Completion]]] = {
     "chunks of 16": together(chunk=16, max_num_seqs=16),
     "chunks of 64": together(chunk=64),
     "no prefix cache": together(prefix_caching=False),
+    "pages of 8": together(block_size=8, num_blocks=1024),
+    "pages of 32": together(block_size=32, num_blocks=256),
     "whole hits": from_cache,
     "partial hits": from_parts,
     "followers in one step": followers,

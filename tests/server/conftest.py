@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 import pytest
+from kit import ScriptedServer, receive_until
 
 SECONDS = 180.0
 
@@ -19,3 +20,21 @@ def hard_timeout() -> Iterator[None]:
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, earlier)
+
+
+@pytest.fixture
+def idle_afterwards(server: ScriptedServer) -> Iterator[None]:
+    """For modules with a `server` of their own."""
+    yield
+    server.assert_idle()
+
+
+@pytest.fixture
+def bystander(server: ScriptedServer) -> Iterator[None]:
+    """Another request, under way meanwhile, which must end well. The server has a script "long" without an end."""
+    server.executor.hold()
+    with server.open_request("long", max_tokens=20, stream=True) as connection:
+        yield
+        server.executor.allow(None)
+        received = receive_until(connection, b"[DONE]")
+    assert b'"finish_reason":"length"' in received and b"error" not in received

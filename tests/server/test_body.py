@@ -1,6 +1,7 @@
 """From bytes to a checked body: whatever comes in, it is a model or a refusal in words."""
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -88,4 +89,22 @@ def test_unknown_keys_of_a_message_reach_the_template():
 
 def test_a_list_of_bad_items_brings_one_error():
     error = refusal(CompletionBody, {"prompt": ["x"] + [5] * 500})
-    assert error.message.count("Input should be") == 1
+    assert error.message == "prompt.1 must be a string, got 5."
+
+
+def test_names_of_unknown_fields_are_logged_without_their_values(caplog: pytest.LogCaptureFixture):
+    body = json.dumps({"prompt": "x", "temprature": "secret", "a\nb": 1, "n": 1}).encode()
+    with caplog.at_level(logging.DEBUG, "octavo.server"):
+        parse(CompletionBody, body)
+        parse(CompletionBody, b'{"prompt": "x"}')
+    [record] = caplog.records
+    assert record.getMessage() == '2 unknown fields are ignored: "a\\nb", "temprature"'
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "octavo.server"):
+        parse(CompletionBody, body)
+    assert not caplog.records
+
+
+def test_a_body_knows_its_size():
+    raw = json.dumps({"messages": [USER], "chat_template_kwargs": {"a": ["x" * 2000]}}).encode()
+    assert parse(ChatBody, raw).num_bytes == len(raw)

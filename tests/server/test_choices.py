@@ -9,8 +9,9 @@ import pytest
 from bytetok import EOS
 from kit import ScriptedServer, endless
 
-from server import generation
+from server import translate
 
+pytestmark = pytest.mark.usefixtures("idle_afterwards")
 ENDS = [b"oneZ...", b"twotwotwo"]
 
 
@@ -27,12 +28,6 @@ def server() -> Iterator[ScriptedServer]:
     scripts = {"s1": b"ABCDEFGHIJKL", "emoji": "👍é".encode(), "long": endless, "pair": two_ends, "each": by_index}
     with ScriptedServer(scripts) as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def idle_afterwards(server: ScriptedServer) -> Iterator[None]:
-    yield
-    server.assert_idle()
 
 
 # ---------------------------------------------------------------------- A22
@@ -157,11 +152,39 @@ def test_a20_what_is_not_finite_never_reaches_json(server: ScriptedServer):
 
 
 def test_a37_an_answer_has_room_for_so_many_logprobs(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(generation, "MAX_LOGPROBS", 100)
-    refused = server.post_chat("long", n=2, logprobs=True, top_logprobs=4, max_tokens=11)
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
-    assert server.post_chat("long", n=2, logprobs=True, top_logprobs=4, max_tokens=10).status_code == 200
-    assert server.stream_chat("long", n=2, logprobs=True, top_logprobs=4, max_tokens=11).num_done == 1
+    monkeypatch.setattr(translate, "MAX_LOGPROBS", 100)
+    fields = {"n": 2, "logprobs": True, "top_logprobs": 4}
+    before = server.context.client._sent, server.metric("octavo_requests_finished_total", reason="rejected")
+    for limit in ({"max_tokens": 11}, {"max_completion_tokens": 10**9}, {"min_tokens": 11}):
+        refused = server.post_chat("long", **fields, **limit)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs", refused.text
+        assert "has room for 100" in refused.json()["error"]["message"]
+    refused = server.post_completion(["long", "s1"], n=2, logprobs=4, max_tokens=6)
+    assert refused.status_code == 400 and "4 choices of 6 tokens" in refused.json()["error"]["message"]
+    assert server.context.client._sent == before[0], "nothing was computed for them"
+    assert server.metric("octavo_requests_finished_total", reason="rejected") == before[1] + 4
+    assert server.post_chat("long", **fields, max_tokens=10).status_code == 200
+    assert server.post_completion(["long", "s1"], n=2, logprobs=4, max_tokens=5).status_code == 200
+    assert server.stream_chat("long", **fields, max_tokens=11).num_done == 1
+
+
+def test_a37_the_window_counts_where_more_is_asked_for(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(translate, "MAX_LOGPROBS", 100)
+    window = server.context.client.info.cache.max_model_len
+    prompt = [*b"long", *[ord(" ")] * (window - 14)]
+    answer = server.completion(prompt, logprobs=4, n=2, max_tokens=10**9)
+    assert answer["usage"]["completion_tokens"] == 20
+
+
+@pytest.mark.parametrize("fields", [{}, {"min_tokens": 10}])
+def test_a37_without_a_limit_the_answer_ends_where_the_room_for_logprobs_does(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, fields: dict[str, int]
+):
+    monkeypatch.setattr(translate, "MAX_LOGPROBS", 109)
+    answer = server.chat("long", n=2, logprobs=True, top_logprobs=4, **fields)
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
+    assert answer["usage"]["completion_tokens"] == 20
+    assert server.chat("s1", logprobs=True)["choices"][0]["finish_reason"] == "stop"
 
 
 # ---------------------------------------------------------------------- A28

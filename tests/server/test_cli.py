@@ -68,13 +68,22 @@ def test_serve_gets_the_settings_and_gives_the_exit_code(served):
     assert (settings.model, settings.port, settings.max_model_len) == ("some/model", 9001, 4000)
 
 
-@pytest.mark.parametrize("argv", [["serve"], ["--port", "8000"], ["--port=8000"]])
-def test_flags_without_a_command_mean_serve(argv: list[str], served):
+def test_without_a_command_usage_and_exit_code_2(served, capsys: pytest.CaptureFixture[str]):
     calls = served(lambda settings: 0)
-    assert main(argv) == 0 and calls == [Settings()]
+    assert main([]) == 2 and not calls
+    captured = capsys.readouterr()
+    assert captured.err.startswith("usage: octavo serve [MODEL] [flags]") and not captured.out
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+@pytest.mark.parametrize("argv", [["--port", "8000"], ["--port=8000"], ["--print-config"], ["-x"]])
+def test_a_flag_in_place_of_the_command(argv: list[str], served, capsys: pytest.CaptureFixture[str]):
+    calls = served(lambda settings: 0)
+    assert main(argv) == 2 and not calls
+    error = capsys.readouterr().err
+    assert error == f"octavo: a command comes before {argv[0]}: octavo serve {argv[0]} (see octavo help).\n"
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["help"]])
 def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(argv) == 0
     assert "octavo serve [MODEL] [flags]" in capsys.readouterr().out
@@ -92,11 +101,24 @@ def test_version(argv: list[str], capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == f"octavo {VERSION}\n"
 
 
-@pytest.mark.parametrize(("word", "hint"), [("sevre", "octavo serve'"), ("org/model", "octavo serve org/model'")])
-def test_unknown_command(word: str, hint: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("word", "end"),
+    [
+        ("run", "there are 'serve' and 'help'."),
+        ("chat", "there are 'serve' and 'help'."),
+        ("configs", "there are 'serve' and 'help'."),  # a folder here, and no model for that
+        ("sevre", "there are 'serve' and 'help': did you mean 'octavo serve'?"),
+        ("Serve", "there are 'serve' and 'help': did you mean 'octavo serve'?"),
+        ("hlep", "there are 'serve' and 'help': did you mean 'octavo help'?"),
+        ("org/model", "a model is served by 'octavo serve org/model'."),
+        ("m.gguf", "a model is served by 'octavo serve m.gguf'."),
+    ],
+)
+def test_unknown_command(word: str, end: str, capsys: pytest.CaptureFixture[str]):
     assert main([word]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("octavo: ") and hint in error and error.count("\n") == 1
+    assert error.startswith(f"octavo: unknown command '{word}'") and error.endswith(f"{end}\n")
+    assert error.count("\n") == 1
 
 
 def test_print_config_starts_nothing(served, capsys: pytest.CaptureFixture[str]):
@@ -138,18 +160,33 @@ def test_a_bug_is_not_hidden(served):
 
 
 # ---------------------------------------------------------------- as a process
-@pytest.mark.parametrize("argv", [[], ["serve"], ["--port", "8000"]])
-def test_python_m_server_serves(argv: list[str], served, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("word", [[], ["serve"]], ids=["short", "with the word"])
+@pytest.mark.parametrize(
+    ("argv", "settings"),
+    [
+        ([], Settings()),
+        (["--port", "9000"], Settings(port=9000)),
+        (["org/model"], Settings(model="org/model")),
+        (["help"], Settings(model="help")),
+        (["--port", "9000", "org/model"], Settings(model="org/model", port=9000)),
+    ],
+)
+def test_python_m_server_is_octavo_serve(
+    argv: list[str], settings: Settings, word: list[str], served, monkeypatch: pytest.MonkeyPatch
+):
     calls = served(lambda settings: 3)
-    monkeypatch.setattr(sys, "argv", ["server", *argv])
+    monkeypatch.setattr(sys, "argv", ["server", *word, *argv])
     with pytest.raises(SystemExit) as end:
         runpy.run_module("server", run_name="__main__")
-    assert end.value.code == 3 and calls == [Settings()]
+    assert end.value.code == main(["serve", *argv]) == 3
+    assert calls == [settings, settings]
 
 
-def test_python_m_server_is_the_command():
+def test_python_m_server_answers_as_octavo_serve():
     assert python("-m", "server", "--version").stdout == f"octavo {VERSION}\n"
     assert "port: 9  # --port" in python("-m", "server", "--port", "9", "--print-config").stdout
+    assert "--max-model-len" in python("-m", "server", "--help").stdout
+    assert_refused(python("-m", "server", "--port", "x"), "--port", "'x'")
     assert_refused(python("-m", "server", "serve", "--port", "x"), "--port", "'x'")
 
 

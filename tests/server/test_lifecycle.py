@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from kit import MODEL, ScriptedServer, Stream, endless, eventually, receive_until
+from kit import MODEL, PATIENCE, ScriptedServer, Stream, endless, eventually, receive_until
 
+from engine.errors import EngineDead
 from server.limits import HTTPLimits
 
 SCRIPTS = {"long": endless, "s1": b"ABCDEF", "ill": b"ABC"}
@@ -129,6 +130,18 @@ def test_a07_an_engine_that_dies_fails_everything_at_once(start):
     assert server.metric("octavo_engine_phase", phase="dead") == 1
 
 
+def test_a07_the_end_of_the_engine_is_told_to_who_waits_for_it(start):
+    server = start()
+    assert server.loop is not None and server.context.client is not None
+    ended = asyncio.run_coroutine_threadsafe(server.context.client.ended(), server.loop)
+    server.chat("s1")
+    assert not ended.done()
+    server.executor.fatal = RuntimeError("a bit has flipped")
+    assert server.post_chat("s1").status_code == 500
+    ended.result(PATIENCE)
+    asyncio.run_coroutine_threadsafe(server.context.client.ended(), server.loop).result(PATIENCE)  # also late ones
+
+
 def test_a07_a_fault_of_one_request_fails_that_one(start):
     server = start()
     server.executor.fail_after = {"ill": 2}
@@ -222,12 +235,51 @@ def test_a33_waiting_too_long_is_an_answer(start):
 
 
 def test_a33_several_prompts_are_taken_or_refused_together(start):
-    server = start(max_num_seqs=1, max_num_queued_reqs=1)
+    """A lone request may be larger than the queue; beside another one it fits as a whole or is not begun."""
+    server = start(max_num_seqs=1, max_num_queued_reqs=2)
+    answer = server.completion(["s1", "s1", "s1"])
+    assert [choice["text"] for choice in answer["choices"]] == ["ABCDEF"] * 3
     server.executor.hold()
-    assert server.post_completion(["s1", "s1", "s1"]).status_code == 503
-    eventually(lambda: server.context.client.num_open == 0)
-    server.executor.allow(None)
+    with server.open_request("long"):
+        eventually(lambda: server.context.client.num_open == 1)
+        server.step_until(lambda: server.context.client.stats.running == 1)
+        sent = server.context.client._sent
+        refused = server.post_completion(["s1", "s1", "s1"])
+        assert refused.status_code == 503 and "3 sequences would wait" in refused.json()["error"]["message"]
+        assert (server.context.client._sent, server.context.client.num_open) == (sent, 1), "none was submitted"
+        assert server.metric("octavo_requests_rejected_total", reason="max_num_queued_reqs") == 1
+        assert server.metric("octavo_requests_finished_total", reason="rejected") == 1
+        assert server.metric("vllm:request_success_total", finished_reason="abort") == 0
+        with ThreadPoolExecutor(1) as pool:
+            fits = pool.submit(server.completion, ["s1", "s1"])
+            eventually(lambda: server.context.client.num_open == 3)
+            server.executor.allow(None)
+            assert len(fits.result()["choices"]) == 2
     server.assert_idle()
+
+
+def test_a33_prompts_that_cannot_be_taken_stop_those_before_them(start):
+    server = start()
+    for bad in ([10**6], [65] * 1000, []):
+        refused = server.post_completion([[*b"s1"], bad])
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
+    assert server.context.client._sent == 0
+
+
+def test_reports_that_nobody_waits_for_are_forgotten(start):
+    server = start(limits=HTTPLimits(report_seconds=0.05))
+    client = server.context.client
+    server.executor.hold()
+    with server.open_request("long"):
+        eventually(lambda: server.http.get("/debug/kv").status_code == 503)  # the step has begun
+        assert client._reports == {}
+        dying = asyncio.run_coroutine_threadsafe(client.kv_report(), server.loop)
+        eventually(lambda: len(client._reports) == 1)
+        server.executor.fatal = RuntimeError("a bit has flipped")
+        server.executor.allow(None)
+        with pytest.raises(EngineDead):
+            dying.result(20)
+        eventually(lambda: client._reports == {})
 
 
 def test_a33_a_stream_in_the_queue_does_not_look_dead(start):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import tiny_models
 
 PATIENCE = 60.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +32,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Command:
     """A running `octavo serve`; its standard output is read line by line."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **environ: str) -> None:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "server", "serve", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")},
+            env=inherited | environ,
         )
         self.lines: Queue[str] = Queue()
+        self.block: list[str] = []
+        """What of standard output has been read, up to the address."""
         self.errors: list[str] = []
         self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
         for reader in self._readers:
@@ -65,6 +70,7 @@ class Command:
             except Empty:
                 assert self.process.poll() is None, "".join(self.errors)
                 continue
+            self.block.append(line)
             if found := re.search(r"address\s+(http://\S+)", line):
                 return found[1]
         raise AssertionError("no start-up block: " + "".join(self.errors))
@@ -81,8 +87,9 @@ class Command:
 
 
 @contextmanager
-def serving(model: Path, *arguments: str) -> Iterator[tuple[Command, httpx2.Client]]:
-    command = Command(str(model), "--port", "0", "--num-gpu-blocks-override", "64", "--num-threads", "1", *arguments)
+def serving(model: Path, *arguments: str, **environ: str) -> Iterator[tuple[Command, httpx2.Client]]:
+    flags = ("--port", "0", "--num-gpu-blocks-override", "64", "--num-threads", "1", *arguments)
+    command = Command(str(model), *flags, **environ)
     try:
         with httpx2.Client(base_url=command.address(), timeout=PATIENCE) as http:
             yield command, http
@@ -143,6 +150,38 @@ def test_port_in_use(tiny: Path) -> None:
 
 def test_unknown_flag(tiny: Path) -> None:
     assert "--max-model-len" in refusal(str(tiny), "--max-model-length", "5")
+
+
+def copy_packages(target: Path) -> None:
+    """Without compiled kernels."""
+    for package in ("configs", "engine", "kernels", "server"):
+        shutil.copytree(ROOT / package, target / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+
+
+def test_the_engine_is_of_the_same_copy_as_the_server(tiny: Path, tmp_path: Path) -> None:
+    """`python -m server` in a checkout, while another one is installed."""
+    copy_packages(tmp_path)
+    (tmp_path / "engine" / "process.py").write_text("import sys; sys.exit('the engine of the copy')")
+    command = [sys.executable, "-m", "server", str(tiny), "--port", "0"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert result.returncode == 2 and "the engine of the copy" in result.stderr
+
+
+# ------------------------------------------------------------------ without a compiler
+def test_serves_without_a_compiler_and_says_so(tiny: Path, tmp_path: Path) -> None:
+    """A copy of the packages without a library, no compiler on PATH, an empty cache of kernels."""
+    copy_packages(tmp_path)
+    environ = {"PYTHONPATH": str(tmp_path), "PATH": str(tmp_path / "nothing"), "HOME": str(tmp_path / "home")}
+    body = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
+    with serving(tiny, **environ) as (command, http):
+        assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 5
+        lines = dict(re.findall(r"^  (\w[\w ]*?)  +(.+)$", "".join(command.block), re.MULTILINE))
+    assert lines["attention"].startswith("torch reference (not C++ AMX bf16, ")
+    for line in (lines["attention"], lines["linear"]):
+        assert line.count("no C++ compiler") == 1 and line.endswith("; install g++ and start again)")
+    [warning] = [line for line in command.errors if "WARNING" in line]
+    assert "No native kernels: no C++ compiler" in warning and "install g++" in warning
+    assert not list((tmp_path / "home").rglob("*.so"))
 
 
 # ------------------------------------------------------------------ lives and ends

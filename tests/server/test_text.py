@@ -7,6 +7,7 @@ import pytest
 from bytetok import EOS, FIRST_WORD, IM_END
 from kit import MODEL, ScriptedServer, Stream, endless, receive_until
 
+pytestmark = pytest.mark.usefixtures("idle_afterwards")
 SCRIPTS = {
     "s1": b"ABCDEFGHIJKL",
     "s2": [FIRST_WORD],  # "x\n\ny", one token
@@ -24,12 +25,6 @@ def server() -> Iterator[ScriptedServer]:
     with ScriptedServer(SCRIPTS, words=["x\n\ny"]) as server:
         server.executor.fail_after = {"broken": 3, "stillborn": 0}
         yield server
-
-
-@pytest.fixture(autouse=True)
-def idle_afterwards(server: ScriptedServer) -> Iterator[None]:
-    yield
-    server.assert_idle()
 
 
 def one_by_one(server: ScriptedServer, content: str, **fields) -> Stream:

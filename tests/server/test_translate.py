@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -94,9 +95,9 @@ def test_deadlines_from_the_openai_clients(monkeypatch: pytest.MonkeyPatch):
     with ScriptedServer({"s1": b"A"}) as server:
         submit = server.context.client.submit
 
-        async def spy(prompt, params, envelope):
+        async def spy(prompts, params, envelope):
             seen.append(envelope)
-            return await submit(prompt, params, envelope)
+            return await submit(prompts, params, envelope)
 
         monkeypatch.setattr(server.context.client, "submit", spy)
         for header in ("600", "0.5", "nan", "inf", "-1", "not-given", ""):
@@ -109,7 +110,7 @@ def test_deadlines_from_the_openai_clients(monkeypatch: pytest.MonkeyPatch):
         True, True, False, False, False, False, False,
     ]  # fmt: skip
     assert seen[7].deadline is None, "comment lines keep a stream's reader waiting"
-    assert [envelope.priority for envelope in seen[8:]] == [-3, -1, 4, 4]
+    assert [envelope.priority for envelope in seen[8:]] == [-3, -1, 4]
     assert len({envelope.request_id for envelope in seen}) == len(seen)
 
 
@@ -176,3 +177,29 @@ def test_service_tiers_are_the_documented_ones():
     with pytest.raises(InvalidRequest) as error:
         params({"service_tier": "x" * 1000})
     assert error.value.param == "service_tier" and len(error.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"chat_template_kwargs": {"notes": ["x" * 50] * 40}},
+        {"messages": [{"role": "user", "content": "s1", "context": [{"deep": "x" * 2000}]}]},
+    ],
+    ids=["short", "template arguments", "a message's own keys"],
+)
+def test_a_conversation_with_much_in_it_is_rendered_off_the_loop(extra: dict[str, Any]):
+    threads = []
+    with ScriptedServer({"s1": b"A"}) as server:
+        chat = server.context.client.chat
+        render = chat.render
+
+        def spy(*args: Any, **fields: Any) -> list[int]:
+            threads.append(threading.current_thread().name)
+            return render(*args, **fields)
+
+        chat.render = spy
+        body = {"messages": [{"role": "user", "content": "s1"}], "max_tokens": 1, **extra}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            assert server.http.post(path, json=body).status_code == 200
+    assert [name == "kit-http" for name in threads] == [not extra] * 2

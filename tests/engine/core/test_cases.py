@@ -7,20 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import Harness, sequential
+from fakes import Harness, greedy, prompt, sequential
 
 from engine.errors import ContextLengthExceeded
 from engine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[3]
-
-
-def prompt(length: int, start: int = 100) -> list[int]:
-    return list(range(start, start + length))
-
-
-def greedy(max_tokens: int | None) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
 # -------------------------------------------------------------------- A04

@@ -3,15 +3,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import Harness, make_request
+from fakes import Harness, make_request, prompt
 
 from engine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[3]
-
-
-def prompt(length: int, start: int = 100) -> list[int]:
-    return list(range(start, start + length))
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

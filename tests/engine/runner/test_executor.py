@@ -177,7 +177,7 @@ def make(models):
         spec = KVSpec(config.kv_layers(DTYPES[dtype]), block_size)
         limits = SchedulerLimits(NUM_SLOTS, 160, WINDOW)
         runner = ModelRunner(model or by_dtype[dtype], config, spec, NUM_BLOCKS, limits)
-        return Driver(SingleExecutor(runner), **driver)
+        return Driver(SingleExecutor(runner, (tiny_models.EOS,)), **driver)
 
     return build
 
@@ -427,10 +427,12 @@ def test_warm_up_leaves_nothing_behind(make, block_size):
     assert same(solo(driver), solo(make()))
 
 
-def test_warm_up_fits_a_pool_of_one_block(models):
+@pytest.mark.parametrize("window", [2, 3, 4])
+def test_warm_up_fits_a_pool_of_one_block(models, window):
     config, by_dtype = models
     spec = KVSpec(config.kv_layers(KVFormat.FP32), 4)
-    executor = SingleExecutor(ModelRunner(by_dtype[torch.float32], config, spec, 1, SchedulerLimits(8, 4, 4)))
+    runner = ModelRunner(by_dtype[torch.float32], config, spec, 1, SchedulerLimits(8, 4, window))
+    executor = SingleExecutor(runner, ())
     executor.warm_up()
     assert not executor.runner.pool.any()
 

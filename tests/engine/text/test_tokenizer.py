@@ -236,6 +236,18 @@ def test_end_of_sequence_ids(tmp_path: Path) -> None:
     assert load(tmp_path).eos_token_ids == (3, EOS)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [259, 257, 7]}')
     assert load(tmp_path).eos_token_ids == (259, EOS, 7)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert load(tmp_path).eos_token_ids == (3, EOS)
+    (tmp_path / "config.json").write_text("{}")
+    assert load(tmp_path).eos_token_ids == (EOS,)
+
+
+@pytest.mark.parametrize("value", ['"</s>"', "-1", "[2, true]", "1.5"])
+def test_senseless_end_of_sequence_ids(tmp_path: Path, value: str) -> None:
+    save_byte_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(StartupError, match=r"eos_token_id in config\.json must be a token id or a list of them, got"):
+        load(tmp_path)
 
 
 def test_truncation_and_padding_are_off(tmp_path: Path) -> None:

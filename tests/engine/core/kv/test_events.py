@@ -1,13 +1,9 @@
-from fakes import Harness, make_request
+from fakes import Harness, make_request, prompt
 
 from engine.core.kv.events import EventLog
 from engine.sampling_params import SamplingParams
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
-
-
-def prompt(length: int, start: int = 100) -> list[int]:
-    return list(range(start, start + length))
 
 
 def lookups(harness: Harness, tenant: str | None = None) -> list[tuple]:

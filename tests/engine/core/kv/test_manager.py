@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from fakes import make_request
+from fakes import make_request, prompt
 
 from engine.core.kv.block import RootKey
 from engine.core.kv.manager import KVManager, Match
@@ -67,10 +67,6 @@ def look(kv: KVManager, tokens: list[int]) -> Match:
     """What a newcomer of the next step would find."""
     kv.open_step(kv._step + 1)
     return kv.match_prefix(make_request(tokens))
-
-
-def prompt(length: int, start: int = 100) -> list[int]:
-    return list(range(start, start + length))
 
 
 # -------------------------------------------------------------------- matching

@@ -1,0 +1,74 @@
+"""Requests that hold no slot: queued in order, or held behind the first choice of their prompt.
+
+arrive ──> queued <── put_back (preempted)        queued ──> take (admitted)
+   └─────> held ────> queued (prompt_computed)    both ────> remove (ended)
+"""
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+from engine.core.policy import ChoiceGroups, OrderedQueue
+from engine.request import Request
+
+
+class WaitingRoom:
+    """All requests whose status is WAITING."""
+
+    def __init__(self, shares_prompts: bool) -> None:
+        """`shares_prompts`: of n choices one computes the prompt, and the others find it in the cache."""
+        self.queue = OrderedQueue()
+        self.num_tokens = 0
+        """Of all that wait: prompts, and what preempted ones have generated."""
+        self._shares_prompts = shares_prompts
+        self._groups = ChoiceGroups()
+        self._num_arrived = 0
+        self._deadlines: list[tuple[float, int, str]] = []
+        """(deadline, arrival number, request id), the next one first. Ids: what has long finished is not kept alive."""
+
+    def arrive(self, request: Request) -> bool:
+        """False: it is held."""
+        self.num_tokens += len(request.token_ids)
+        self._num_arrived += 1
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, self._num_arrived, request.request_id))
+        if self._shares_prompts and not self._groups.join(request):
+            return False
+        self.queue.add(request)
+        return True
+
+    def put_back(self, request: Request) -> None:
+        self.num_tokens += len(request.token_ids)
+        self.queue.add(request)
+
+    def take(self, request: Request) -> None:
+        self.num_tokens -= len(request.token_ids)
+        self.queue.remove(request)
+
+    def remove(self, request: Request) -> None:
+        self.num_tokens -= len(request.token_ids)
+        if not self._groups.drop(request):
+            self.queue.remove(request)
+
+    def prompt_computed(self, leader: Request) -> None:
+        """Queues the other choices. Their request has been served by now, so no deadline ends them."""
+        for sibling in self._groups.prompt_computed(leader):
+            sibling.deadline = None
+            self.queue.add(sibling)
+
+    def succeed(self, ended: Request) -> None:
+        """Call when any request has ended: if it led choices that are still held, the next one leads."""
+        heir = self._groups.heir(ended)
+        if heir is not None:
+            self.queue.add(heir)
+
+    def expired(self, requests: dict[str, Request], now: float) -> Iterator[Request]:
+        """Those of `requests` that have waited past their deadline without ever being scheduled.
+
+        Whoever is held waits for a request that is served already, or expires before it.
+        """
+        while self._deadlines and self._deadlines[0][0] < now:
+            request = requests.get(heappop(self._deadlines)[2])
+            if request is None or request.deadline is None or request.timings.first_scheduled:
+                continue
+            if not self._groups.holds(request):
+                yield request
