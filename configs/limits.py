@@ -1,6 +1,9 @@
 """What the scheduler may do in a step: a part of the settings, resolved."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Policy = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True)
@@ -13,3 +16,5 @@ class SchedulerLimits:
     """Effective window: min(model, --max-model-len, pool)."""
     max_passed_over: int = 64
     """Steps a waiting request may be overtaken before the next free blocks are kept for it."""
+    policy: Policy = "fcfs"
+    """Whether requests' priorities count."""

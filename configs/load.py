@@ -56,8 +56,9 @@ class Loaded:
         for name in FIELDS:
             value, meaning = self.settings.shown(name)
             origin, key = self.origins[name] + (f": {meaning}" if meaning else ""), flag(name)[2:]
-            if name in SECRET_FIELDS and value:
-                lines.append(f"# {key}: {len(value)} not shown  # {origin}")
+            if name in SECRET_FIELDS and getattr(self.settings, name):
+                count = len(value) if _is_list(name) else 1
+                lines.append(f"# {key}: {count} not shown  # {origin}")
             else:
                 lines.append(f"{key}: {json.dumps(value, ensure_ascii=False)}  # {origin}")
         return "\n".join(lines)

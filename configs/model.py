@@ -1,53 +1,30 @@
 """What a model is: shapes, position encoding, special tokens and generation defaults, read from its own files.
 
-    config.json (+ generation_config.json) ─┐
-                                            ├─> Fields ─> ModelConfig ─> planner, KV layout, modules
+    config.json (+ generation_config.json) ─┐          architecture
+                                            ├─> Fields ───────────> its reader ─> ModelConfig ─> planner, KV layout, …
     GGUF header ────────────────────────────┘
 
 Pure arithmetic and no torch: the API process reads it as well.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from configs.errors import StartupError
 from configs.gguf_file import GGUFFile
 from configs.kv import KVFormat, LayerKV
-from configs.model_fields import GGUF_ARCHITECTURES, Fields, gguf_fields, read_json
+from configs.model_fields import Fields, read_json
+from configs.model_gguf import GGUF_ARCHITECTURES, gguf_fields
+from configs.model_rope import RopeConfig, RopeContext, read_rope, read_theta, rope_parameters
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}
-"""Architecture name in config.json -> module under engine/model/archs that builds it."""
-
-RopeKind = Literal["none", "linear", "llama3", "yarn", "dynamic", "divisors"]
 DType = Literal["bfloat16", "float16", "float32"]
 ITEMSIZE: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position encoding (Su et al. 2021) and its scaling to longer windows.
-
-    linear: all frequencies divided by `factor`. dynamic: base grown with the window (NTK). llama3: low frequencies
-    divided, smoothly. yarn (Peng et al. 2023): a ramp between divided and plain. divisors: one divisor a frequency.
-    """
-
-    kind: RopeKind
-    theta: float
-    factor: float = 1.0
-    original_max_position: int = 0
-    """Window of the first training, where `kind` asks for it."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    """yarn: the ramp's ends are whole dimensions."""
-    attention_factor: float = 1.0
-    """yarn: multiplies cos and sin."""
-    divisors: tuple[float, ...] = ()
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Name in config.json -> ours"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +41,7 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama family. Shapes are checked; `from_source` is how it is made."""
+    """A decoder-only transformer: Llama and what may differ from it. Shapes are checked; `from_source` makes it."""
 
     architecture: str
     vocab_size: int
@@ -73,15 +50,32 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int
+    """The first dims of a head, which are rotated; the others pass."""
     intermediate_size: int
     max_position: int
     """Tokens of the window the model declares."""
     rms_norm_eps: float
     rope: RopeConfig
-    tie_word_embeddings: bool
-    attention_bias: bool
+    local_rope: RopeConfig | None
+    """Of the layers with a window, where it is another."""
+    layer_windows: tuple[int | None, ...]
+    """For each layer, how many tokens a row sees, itself included; None: all earlier ones."""
+    attention_scale: float
+    """Multiplies q . k."""
+    qk_norm: bool
+    """Each head's query and key are normed before they are rotated."""
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
-    sliding_window: int | None
+    activation: Activation
+    """Of the gates."""
+    zero_centred_norms: bool
+    """The checkpoint stores a norm's weight less 1; it is applied in fp32."""
+    post_norms: bool
+    """What attention and MLP add is normed too."""
+    embedding_scale: float
+    tie_word_embeddings: bool
     dtype: DType | None
     """As declared; None where the file does not say."""
     generation: GenerationDefaults
@@ -100,41 +94,35 @@ class ModelConfig:
             config = read_json(path / "config.json")
             file = path / "generation_config.json"
             generation = read_json(file) if file.exists() else Fields(str(file), {})
-        return _build(config, generation)
+        family = FAMILIES[supported_architecture(config)]
+        return replace(family.read(config), generation=_generation(generation))
 
     @property
     def window(self) -> int:
-        """Tokens of context served by default.
-
-        A sliding window caps it: up to its length every token sees all earlier ones, so causal attention is exact.
-        """
-        length = self.max_position
+        """Tokens of context served by default."""
         if self.rope.kind == "yarn":
-            length = max(length, int(self.rope.factor * self.rope.original_max_position))
-        return min(length, self.sliding_window or length)
+            return max(self.max_position, int(self.rope.factor * self.rope.original_max_position))
+        return self.max_position
 
     @property
     def max_window(self) -> int:
         """Tokens of context that may be asked for: linear and dynamic scaling stretch the window by their factor."""
-        if self.rope.kind not in ("linear", "dynamic"):
-            return self.window
-        length = int(self.max_position * self.rope.factor)
-        return min(length, self.sliding_window or length)
+        stretched = self.rope.kind in ("linear", "dynamic")
+        return int(self.max_position * self.rope.factor) if stretched else self.window
 
     def effective_window(self, requested: int | None) -> int:
         """`requested`, or the model's own window. Raises `StartupError` where the model cannot have that many."""
         if requested is None:
             return self.window
         if not 1 <= requested <= self.max_window:
-            reason = " (its sliding window)" if self.max_window == self.sliding_window else ""
             raise StartupError(
-                f"--max-model-len {requested} is not possible: this model takes 1 to {self.max_window} tokens{reason}."
+                f"--max-model-len {requested} is not possible: this model takes 1 to {self.max_window} tokens."
             )
         return requested
 
     def kv_layers(self, format: KVFormat) -> tuple[LayerKV, ...]:
         """What each attention layer keeps of a token."""
-        return (LayerKV(self.num_kv_heads, self.head_dim, format),) * self.num_layers
+        return tuple(LayerKV(self.num_kv_heads, self.head_dim, format, window) for window in self.layer_windows)
 
     @property
     def num_parameters(self) -> int:
@@ -142,16 +130,22 @@ class ModelConfig:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * queries + 2 * keys)
         mlp = 3 * self.hidden_size * self.intermediate_size
-        biases = self.attention_bias * (queries + 2 * keys + self.hidden_size)
+        biases = self.qkv_bias * (queries + 2 * keys) + self.o_bias * self.hidden_size
         biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        norms = self.hidden_size * (2 * self.num_layers + 1)
-        return embeddings + norms + self.num_layers * (attention + mlp + biases)
+        return embeddings + self._norm_parameters + self.num_layers * (attention + mlp + biases)
 
     def weight_bytes(self, dtype: DType) -> int:
         """Memory of the loaded weights. A tied head is a second, packed copy of the embedding table."""
         copies = self.vocab_size * self.hidden_size if self.tie_word_embeddings else 0
-        return (self.num_parameters + copies) * ITEMSIZE[dtype]
+        norms = self._norm_parameters
+        norm_size = ITEMSIZE["float32" if self.zero_centred_norms else dtype]
+        return (self.num_parameters + copies - norms) * ITEMSIZE[dtype] + norms * norm_size
+
+    @property
+    def _norm_parameters(self) -> int:
+        norms = self.hidden_size * (4 if self.post_norms else 2) + self.qk_norm * 2 * self.head_dim
+        return self.hidden_size + self.num_layers * norms
 
 
 # ------------------------------------------------------------------ what is refused, and why
@@ -159,15 +153,20 @@ def _experts(config: Fields) -> bool:
     return any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
 
 
+def _quantisation(config: Fields) -> str:
+    """Method by which the weights are quantised, "" if they are not."""
+    for key in ("quantization_config", "compression_config"):
+        if given := config.get(key):
+            return str(given.get("quant_method", "?")) if isinstance(given, dict) else "?"
+    return ""
+
+
 REFUSALS: tuple[tuple[Callable[[Fields], object], str], ...] = (
     (
         lambda c: c.get("num_files") not in (None, 0, 1),
         "the GGUF is split into several files: join them with llama-gguf-split --merge",
     ),
-    (
-        lambda c: c.get("quantization_config") or c.get("compression_config"),
-        "its weights are quantised ({method}): take the bf16, fp16 or fp32 weights, or a GGUF file",
-    ),
+    (_quantisation, "its weights are quantised ({method}): take the bf16, fp16 or fp32 weights, or a GGUF file"),
     (lambda c: c.get("is_encoder_decoder"), "encoder-decoder models are not supported"),
     (
         lambda c: any(c.get(key) for key in ("vision_config", "audio_config", "text_config")),
@@ -178,31 +177,27 @@ REFUSALS: tuple[tuple[Callable[[Fields], object], str], ...] = (
 )
 
 
-def _check_supported(config: Fields) -> str:
+def supported_architecture(config: Fields) -> str:
     """The architecture's name. Raises `StartupError` with the reason where it is not served."""
     names = config.get("architectures")
     name = str(names[0] if isinstance(names, list) and names else config.get("model_type") or "no architecture")
-    supported = f"{', '.join(ARCHITECTURES)} and GGUF files of {', '.join(GGUF_ARCHITECTURES)}"
-    method = config.get("quantization_config") or config.get("compression_config")
+    supported = f"{', '.join(FAMILIES)} and GGUF files of {', '.join(GGUF_ARCHITECTURES)}"
     for applies, reason in REFUSALS:
         if applies(config):
-            words = reason.format(method=method.get("quant_method", "?") if isinstance(method, dict) else "?")
+            words = reason.format(method=_quantisation(config))
             raise StartupError(f"--model: {config.where} ({name}): {words}. Supported are {supported}.")
-    if name not in ARCHITECTURES:
+    if name not in FAMILIES:
         raise StartupError(f"--model: {config.where} has {name}, which is not supported. Supported are {supported}.")
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if isinstance(config.get(key), list):
-            raise config.wrong(key, "one number for all layers")
-    if (config.get("hidden_act") or "silu") not in ("silu", "swish"):
-        raise config.wrong("hidden_act", "silu")
-    if config.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise config.wrong("partial_rotary_factor", "1 (rotation of the whole head)")
     return name
 
 
-# ------------------------------------------------------------------ reading
-def _build(config: Fields, generation: Fields) -> ModelConfig:
-    architecture = _check_supported(config)
+# ------------------------------------------------------------------ reading: what all architectures have
+def _plain(config: Fields, rope: Fields | None = None, theta: float = 10000.0, partial: bool = False) -> ModelConfig:
+    """A Llama without biases. `rope`: parameters of the whole, config.json's own by default; `theta`: where none is
+    given; `partial`: a part of a head may be rotated."""
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if isinstance(config.get(key), list):
+            raise config.wrong(key, "one number for all layers")
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -212,96 +207,176 @@ def _build(config: Fields, generation: Fields) -> ModelConfig:
     head_dim = config.integer("head_dim", default=hidden_size // num_heads)
     if head_dim % 2 or head_dim < 4:
         raise config.wrong("head_dim", f"even and at least 4 ({head_dim} here)")
-    if config.get("rope_dimensions") not in (None, head_dim):
-        raise config.wrong("rope_dimensions", f"{head_dim}, the size of a head")
-    max_position = config.integer("max_position_embeddings")
-    is_sliding = architecture == "MistralForCausalLM" and config.get("sliding_window") is not None
+    max_position, num_layers = config.integer("max_position_embeddings"), config.integer("num_hidden_layers")
+    rope = rope_parameters(config) if rope is None else rope
+    rotary_dim = _rotary_dim(config, rope, head_dim, partial)
+    context = RopeContext(config, max_position, rotary_dim, read_theta(config, "rope_theta", theta))
     return ModelConfig(
-        architecture=architecture,
+        architecture=supported_architecture(config),
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        rotary_dim=rotary_dim,
         intermediate_size=config.integer("intermediate_size"),
         max_position=max_position,
         rms_norm_eps=config.positive("rms_norm_eps", default=1e-6),
-        rope=_rope(config, max_position, head_dim),
+        rope=read_rope(context, rope),
+        local_rope=None,
+        layer_windows=(None,) * num_layers,
+        attention_scale=head_dim**-0.5,
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        activation=_activation(config, "hidden_act"),
+        zero_centred_norms=False,
+        post_norms=False,
+        embedding_scale=1.0,
         tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
-        attention_bias=config.flag("attention_bias", default=False),
-        mlp_bias=config.flag("mlp_bias", default=False),
-        sliding_window=config.integer("sliding_window") if is_sliding else None,
         dtype=_dtype(config),
-        generation=_generation(generation),
+        generation=GenerationDefaults(),
     )
 
 
-def _rope(config: Fields, max_position: int, head_dim: int) -> RopeConfig:
-    """transformers 5 writes `rope_parameters`; older files have `rope_scaling` beside `rope_theta`."""
-    given = config.nested("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
-    key = "rope_type" if given.get("rope_type") else "type"
-    kind = "none" if given.get(key) in (None, "default") else given.get(key)
-    if kind not in get_args(RopeKind):
-        raise given.wrong(key, f"one of {', '.join(get_args(RopeKind))}")
-    if any(isinstance(value, dict) for value in given.values.values()):
-        raise config.wrong("rope_parameters", "the same for all layers")
-    if given.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise given.wrong("partial_rotary_factor", "1 (rotation of the whole head)")
-    theta = given.positive("rope_theta", default=config.positive("rope_theta", default=10000.0))
-    if theta <= 1.0:
-        raise (given if given.get("rope_theta") is not None else config).wrong("rope_theta", "above 1")
-    if kind == "none":
-        return RopeConfig("none", theta)
-    if kind == "divisors":
-        divisors = given.get("divisors")
-        known = isinstance(divisors, tuple) and all(math.isfinite(value) and value > 0.0 for value in divisors)
-        if not known or len(divisors) != head_dim // 2:
-            raise given.wrong("divisors", f"{head_dim // 2} positive numbers")
-        return RopeConfig("divisors", theta, divisors=divisors)
-    if kind in ("linear", "dynamic"):
-        return RopeConfig("linear" if kind == "linear" else "dynamic", theta, given.number("factor", low=1.0))
-    original_key = "original_max_position_embeddings"
-    holder = config if config.get(original_key) is not None else given
-    original = holder.integer(original_key, default=max_position)
-    return _llama3(given, theta, original) if kind == "llama3" else _yarn(given, theta, original, max_position)
+def _activation(config: Fields, key: str) -> Activation:
+    name = config.get(key) or "silu"
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise config.wrong(key, "silu or gelu_pytorch_tanh")
+    return ACTIVATIONS[name]
 
 
-def _llama3(given: Fields, theta: float, original: int) -> RopeConfig:
-    low, high = given.positive("low_freq_factor"), given.positive("high_freq_factor")
-    if high <= low:
-        raise given.wrong("high_freq_factor", f"above low_freq_factor ({low:g})")
-    factor = given.number("factor", low=1.0)
-    return RopeConfig("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+def _rotary_dim(config: Fields, rope: Fields, head_dim: int, partial: bool) -> int:
+    holder = rope if rope.get("partial_rotary_factor") is not None else config
+    if not partial:
+        if holder.get("partial_rotary_factor") not in (None, 1):
+            raise holder.wrong("partial_rotary_factor", "1 (rotation of the whole head)")
+        if config.get("rope_dimensions") not in (None, head_dim):
+            raise config.wrong("rope_dimensions", f"{head_dim}, the size of a head")
+        return head_dim
+    share = int(head_dim * holder.positive("partial_rotary_factor", default=1.0, high=1.0))
+    rotary_dim = config.integer("rope_dimensions", default=share)
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        words = f"an even part of a head's {head_dim} dims"
+        if config.get("rope_dimensions") is not None:
+            raise config.wrong("rope_dimensions", words)
+        raise holder.wrong("partial_rotary_factor", words)
+    return rotary_dim
 
 
-def _yarn(given: Fields, theta: float, original: int, max_position: int) -> RopeConfig:
-    factor = given.number("factor", default=max_position / original, low=1.0)
-    return RopeConfig(
-        "yarn",
-        theta,
-        factor,
-        original,
-        beta_fast=given.positive("beta_fast", default=32.0),
-        beta_slow=given.positive("beta_slow", default=1.0),
-        truncate=given.flag("truncate", default=True),
-        attention_factor=_yarn_attention_factor(given, factor),
+def _sliding_layers(config: Fields, default: Sequence[bool]) -> Sequence[bool]:
+    """For each layer whether it has the sliding window."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return default
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != len(default) or any(kind not in known for kind in kinds):
+        raise config.wrong("layer_types", f"a list of {len(default)} times full_attention or sliding_attention")
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def _with_windows(model: ModelConfig, config: Fields, sliding: Sequence[bool]) -> ModelConfig:
+    """`sliding`: the layers that have the window. One that no sequence can exceed is none."""
+    if config.get("sliding_window") is None or not any(sliding):
+        return model
+    window = config.integer("sliding_window")
+    if window >= model.max_window and model.local_rope is None:
+        return model
+    return replace(model, layer_windows=tuple(window if slides else None for slides in sliding))
+
+
+# ------------------------------------------------------------------ reading: one function for each architecture
+def _llama(config: Fields) -> ModelConfig:
+    bias, mlp_bias = config.flag("attention_bias", default=False), config.flag("mlp_bias", default=False)
+    return replace(_plain(config), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+
+
+def _mistral(config: Fields) -> ModelConfig:
+    plain = _plain(config)
+    return _with_windows(plain, config.with_defaults(sliding_window=4096), [True] * plain.num_layers)
+
+
+def _qwen2(config: Fields) -> ModelConfig:
+    return _with_qwen_windows(replace(_plain(config), qkv_bias=True), config)
+
+
+def _qwen3(config: Fields) -> ModelConfig:
+    bias, plain = config.flag("attention_bias", default=False), _plain(config.with_defaults(head_dim=128))
+    return _with_qwen_windows(replace(plain, qk_norm=True, qkv_bias=bias, o_bias=bias), config)
+
+
+def _with_qwen_windows(model: ModelConfig, config: Fields) -> ModelConfig:
+    if not config.flag("use_sliding_window", default=False):
+        return model
+    first = config.integer("max_window_layers", default=28, low=0)
+    sliding = _sliding_layers(config, [layer >= first for layer in range(model.num_layers)])
+    return _with_windows(model, config.with_defaults(sliding_window=4096), sliding)
+
+
+def _phi3(config: Fields) -> ModelConfig:
+    """Phi-3 and Phi-4. Early files call longrope `su` or `yarn`."""
+    rope = rope_parameters(config)
+    if "yarn" in (rope.get("rope_type"), rope.get("type")):
+        rope = rope.with_values(rope_type="longrope")
+    plain = _plain(config, rope, partial=True)
+    return _with_windows(plain, config, [True] * plain.num_layers)
+
+
+def _gemma3(config: Fields) -> ModelConfig:
+    """The text model: three kinds of norms more than Llama, and a window with its own rope on five layers of six."""
+    config = config.with_defaults(
+        head_dim=256,
+        tie_word_embeddings=True,
+        sliding_window=4096,
+        query_pre_attn_scalar=256,
+        hidden_activation="gelu_pytorch_tanh",
     )
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.get(key):
+            raise config.wrong(key, "absent, as it is not supported")
+    rope = rope_parameters(config)
+    by_kind = "full_attention" in rope.values or "sliding_attention" in rope.values
+    local = rope.nested("sliding_attention") if by_kind else Fields(config.where, {})
+    plain = _plain(config, rope.nested("full_attention") if by_kind else rope, theta=1e6)
+    local_theta = read_theta(config, "rope_local_base_freq", 10000.0)
+    pattern = config.integer("sliding_window_pattern", default=6)
+    model = replace(
+        plain,
+        local_rope=read_rope(RopeContext(config, plain.max_position, plain.head_dim, local_theta), local),
+        attention_scale=config.positive("query_pre_attn_scalar", default=plain.head_dim) ** -0.5,
+        qk_norm=True,
+        activation=_activation(config, "hidden_activation"),
+        zero_centred_norms=True,
+        post_norms=True,
+        embedding_scale=math.sqrt(plain.hidden_size),
+    )
+    sliding = [(layer + 1) % pattern != 0 for layer in range(plain.num_layers)]
+    return _with_windows(model, config, _sliding_layers(config, sliding))
 
 
-def _yarn_attention_factor(given: Fields, factor: float) -> float:
-    """YaRN's temperature on the attention scores, applied to cos and sin (arXiv:2309.00071, eq. 22)."""
-    if given.get("attention_factor") is not None:
-        return given.positive("attention_factor")
+@dataclass(frozen=True)
+class Family:
+    """How an architecture is read and built."""
 
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0
-
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return scale(given.number("mscale")) / scale(given.number("mscale_all_dim"))
-    return scale(1.0)
+    module: str
+    """Under engine/model/archs."""
+    read: Callable[[Fields], ModelConfig]
 
 
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", _llama),
+    "MistralForCausalLM": Family("llama", _mistral),
+    "Qwen2ForCausalLM": Family("llama", _qwen2),
+    "Qwen3ForCausalLM": Family("llama", _qwen3),
+    "Phi3ForCausalLM": Family("phi3", _phi3),
+    "Gemma3ForCausalLM": Family("gemma3", _gemma3),
+}
+"""By the architecture's name in config.json."""
+
+
+# ------------------------------------------------------------------ reading: the rest
 def _dtype(config: Fields) -> DType | None:
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     for name in get_args(DType):

@@ -2,14 +2,12 @@
 
 import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from configs.errors import StartupError
-from configs.gguf_file import GGUFFile
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,14 @@ class Fields:
             raise self.wrong(key, "a mapping")
         return Fields(f"{self.where}: {key}", value or {}, self.own_keys)
 
+    def with_defaults(self, **values: Any) -> "Fields":
+        """The same, with `values` under the keys that are absent; null stays null."""
+        return Fields(self.where, {**values, **self.values}, self.own_keys)
+
+    def with_values(self, **values: Any) -> "Fields":
+        """The same, with `values` in place of its own."""
+        return Fields(self.where, {**self.values, **values}, self.own_keys)
+
     def wrong(self, key: str, requirement: str) -> StartupError:
         name = self.own_keys.get(key, key)
         if self.get(key) is None:
@@ -81,98 +87,3 @@ def read_json(path: Path) -> Fields:
     if not isinstance(values, dict):
         raise StartupError(f"--model: {path} must hold a JSON object, got {type(values).__name__}.")
     return Fields(str(path), values)
-
-
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
-"""general.architecture -> architecture name of config.json. Mistral and SmolLM2 files say 'llama' too."""
-GGUF_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "intermediate_size": "feed_forward_length",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "num_local_experts": "expert_count",
-    "sliding_window": "attention.sliding_window",
-}
-GENERATION_KEYS = {
-    "temperature": "general.sampling.temp",
-    "top_p": "general.sampling.top_p",
-    "top_k": "general.sampling.top_k",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-}
-
-
-def gguf_fields(file: GGUFFile) -> tuple[Fields, Fields]:
-    """(config.json, generation_config.json) as the GGUF header tells them."""
-    metadata = {key: _shortest(value) for key, value in file.metadata.items()}
-    name = metadata.get("general.architecture")
-    own = {key: f"{name}.{suffix}" for key, suffix in GGUF_KEYS.items()}
-    values = {key: metadata.get(own_key) for key, own_key in own.items()}
-    embedding = file.tensors.get("token_embd.weight")
-    values |= {
-        "architectures": [GGUF_ARCHITECTURES.get(str(name), f"GGUF architecture {name!r}")],
-        "vocab_size": values["vocab_size"] or (embedding.shape[0] if embedding and embedding.shape else None),
-        "num_local_experts": values["num_local_experts"] or None,
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        "rope_dimensions": metadata.get(f"{name}.rope.dimension_count"),
-        "rope_parameters": _gguf_rope(file, metadata, str(name)),
-        "num_files": metadata.get("split.count"),
-    }
-    rope = {"rope_dimensions": "dimension_count", "rope_type": "scaling.type", "factor": "scaling.factor"}
-    own |= {key: f"{name}.rope.{suffix}" for key, suffix in rope.items()}
-    generation = {key: metadata.get(own_key) for key, own_key in GENERATION_KEYS.items()}
-    return Fields(str(file.path), values, own), Fields(str(file.path), generation, GENERATION_KEYS)
-
-
-def _gguf_rope(file: GGUFFile, metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`rope_parameters` in transformers' form; llama3 scaling travels as one divisor for each frequency."""
-    scaling = {
-        key.removeprefix(f"{name}.rope.scaling."): value
-        for key, value in metadata.items()
-        if key.startswith(f"{name}.rope.scaling.")
-    }
-    rope: dict[str, Any] = {"rope_type": scaling.get("type", "none")}
-    if "rope_freqs.weight" in file.tensors:
-        rope |= {"rope_type": "divisors", "divisors": _float_tensor(file, "rope_freqs.weight")}
-    if "rope_factors_long.weight" in file.tensors:
-        rope["rope_type"] = "longrope"
-    rope |= {
-        "factor": scaling.get("factor"),
-        "original_max_position_embeddings": scaling.get("original_context_length"),
-        "beta_fast": scaling.get("yarn_beta_fast"),
-        "beta_slow": scaling.get("yarn_beta_slow"),
-    }
-    attention, factor = scaling.get("attn_factor"), scaling.get("factor")
-    if isinstance(attention, float) and isinstance(factor, int | float) and factor >= 1.0:
-        rope["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)  # ggml multiplies it with YaRN's own
-    return {key: value for key, value in rope.items() if value is not None}
-
-
-def _float_tensor(file: GGUFFile, name: str) -> tuple[float, ...]:
-    tensor = file.tensors[name]
-    size = 4 * math.prod(tensor.shape)
-    if tensor.type != 0 or tensor.offset + size > file.size:
-        raise StartupError(f"--model: {file.path}: {name} is cut short or not stored as 32-bit floats.")
-    with file.path.open("rb") as stream:
-        stream.seek(tensor.offset)
-        data = stream.read(size)
-    return struct.unpack(f"<{size // 4}f", data)
-
-
-def _shortest(value: Any) -> Any:
-    """The shortest decimal with the same 32-bit float: 1e-5 was meant where 9.999999747378752e-06 is read."""
-    if not isinstance(value, float) or not math.isfinite(value):
-        return value
-    for digits in range(1, 9):
-        short = float(f"{value:.{digits}g}")
-        if struct.pack("<f", short) == struct.pack("<f", value):
-            return short
-    return value

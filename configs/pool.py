@@ -1,95 +1,180 @@
-"""How many KV blocks there are, and how long a sequence can therefore get. Pure arithmetic."""
+"""How many KV pages there are, and how long a sequence can therefore get. Pure arithmetic.
+
+Group 0 keeps whole contexts: the more pages, the more and the longer sequences. A windowed group needs no more than
+
+    2 x (--max-num-seqs x (pages of a window + 2) + pages of --max-num-batched-tokens)
+
+what all sequences together can hold, and as much again for cached prefixes; nor more than group 0, whose blocks name
+its pages. So bytes are shared out page by page until the windowed groups have enough; the rest is group 0's. Where all
+layers have windows the group with the largest takes its place (--num-gpu-blocks-override then counts its pages), and
+group 0's blocks, without bytes, are as many as give the sequences that fit their whole length.
+"""
 
 from dataclasses import dataclass
 
 from configs.errors import SettingsError
-from configs.kv import KVSpec
+from configs.kv import KVLayout, WindowPages
 from configs.settings import Settings
 
 AUTO_SHARE = 0.5
-"""Without any flag: the part of the memory left by the weights that the pool may take."""
+"""Without any flag: the part of the memory left by the weights that the pools may take."""
 AUTO_BYTES = 4 * 1024**3
-"""Without any flag: the largest pool, so that a laptop stays usable."""
+"""Without any flag: the largest pools, so that a laptop stays usable."""
+MAX_NAMES = 2**17
+"""Blocks without bytes, beyond what the groups with bytes and one sequence need."""
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """The pool to allocate and the window that follows from it."""
+    """The pools to allocate and the window that follows from them."""
 
-    num_blocks: int
+    num_pages: tuple[int, ...]
+    """Of each KV group; see `KVLayout`."""
+    windows: tuple[WindowPages, ...]
+    """The windowed groups, for the KV manager."""
     num_tokens: int
+    """The longest sequence that the pools can hold."""
     pool_bytes: int
     max_model_len: int
-    """Effective window: min(model, --max-model-len, pool)."""
+    """Effective window: min(model, --max-model-len, pools)."""
+    full_sequences: float
+    """Sequences of that length that fit at once."""
     decided_by: str
     """What fixed the size, in words: a flag, or the default and its reason."""
     notes: tuple[str, ...]
     """Sentences to warn with: that the pool is smaller than the window asked for, and which flag to change."""
 
+    @property
+    def num_blocks(self) -> int:
+        return self.num_pages[0]
+
 
 def resolve_num_blocks(
-    settings: Settings, spec: KVSpec, *, window: int, available_bytes: int, weight_bytes: int
+    settings: Settings, layout: KVLayout, *, window: int, available_bytes: int, weight_bytes: int
 ) -> PoolPlan:
-    """Sizes the KV pool: --num-gpu-blocks-override, else --kv-cache-memory-bytes, else --gpu-memory-utilization, else
+    """Sizes the KV pools: --num-gpu-blocks-override, else --kv-cache-memory-bytes, else --gpu-memory-utilization, else
     the default.
 
     `window`: tokens that the model and --max-model-len allow (`ModelConfig.effective_window`); `available_bytes`:
     memory that was free before the weights were loaded; `weight_bytes`: what they take of it.
-    A pool smaller than the window lowers the window, with a note. Raises `SettingsError`, which names the flag to
-    change, if the weights do not fit, if a stated size does not fit, or if there is no room for a single block.
+    Pools smaller than the window lower the window, with a note. Raises `SettingsError`, which names the flag to
+    change, if the weights do not fit, if a stated size does not fit, or if there is no room for a single page.
     """
     room = available_bytes - weight_bytes
-    if room < spec.block_bytes:
+    if room < layout.block_bytes:
         raise SettingsError(
             f"the weights take {_human(weight_bytes)} of the {_human(available_bytes)} of memory that are available, "
             f"which leaves no room for a KV cache: free memory or give a smaller --model."
         )
-    num_blocks, lever, reason = _choose(settings, spec, window, available_bytes, weight_bytes)
-    size = num_blocks * spec.block_bytes
-    if num_blocks < 1:
-        raise SettingsError(f"{reason} is less than one KV page ({_human(spec.block_bytes)}): raise {lever}.")
+    num_pages, lever, reason = _choose(settings, _Sizes(settings, layout, window), available_bytes, weight_bytes)
+    size = _bytes(layout, num_pages)
+    if min(num_pages) < 1:
+        raise SettingsError(f"{reason} is less than one KV page ({_human(layout.block_bytes)}): raise {lever}.")
     if size > room:
         raise SettingsError(
             f"{reason} asks for a KV cache of {_human(size)}, but the weights leave {_human(room)} of memory: "
             f"lower {lever}."
         )
-    num_tokens = num_blocks * spec.block_size
-    notes = []
-    if num_tokens < window:
-        origin = "the model" if settings.max_model_len is None else "--max-model-len"
-        notes.append(
-            f"The KV cache holds {num_tokens} tokens, less than the {window} that {origin} asks for: sequences are "
-            f"limited to {num_tokens} tokens. Raise {lever} for longer ones."
-        )
-    return PoolPlan(num_blocks, num_tokens, size, min(window, num_tokens), reason, tuple(notes))
+    block_size, step = layout.block_size, settings.max_num_batched_tokens
+    windows = tuple(
+        WindowPages.plan(group.window, count, block_size, step)
+        for group, count in zip(layout.groups, num_pages, strict=True)
+        if group.window is not None
+    )
+    whole = num_pages[0] * block_size
+    limits = [limit for pages in windows if (limit := pages.usable_tokens(block_size)) is not None]
+    num_tokens = min([whole, *limits])
+    max_model_len = min(window, num_tokens)
+    notes = [_note(settings, num_tokens, window, lever, num_tokens < whole)] if num_tokens < window else []
+    fits = [pages.num_pages / min(pages.max_held, -(-max_model_len // block_size)) for pages in windows]
+    full = min([whole / max_model_len, *fits])
+    return PoolPlan(num_pages, windows, num_tokens, size, max_model_len, full, reason, tuple(notes))
+
+
+def _note(settings: Settings, num_tokens: int, window: int, lever: str, windows_limit: bool) -> str:
+    origin = "the model" if settings.max_model_len is None else "--max-model-len"
+    other = " or lower --max-num-batched-tokens" if windows_limit else ""
+    return (
+        f"The KV cache holds {num_tokens} tokens, less than the {window} that {origin} asks for: sequences are "
+        f"limited to {num_tokens} tokens. Raise {lever}{other} for longer ones."
+    )
+
+
+class _Sizes:
+    """Page counts of all groups from one number."""
+
+    def __init__(self, settings: Settings, layout: KVLayout, max_model_len: int) -> None:
+        self.layout = layout
+        self.max_model_len = max_model_len
+        self.whole_length = -(-max_model_len // layout.block_size)
+        """Pages of the longest sequence."""
+        step = -(-settings.max_num_batched_tokens // layout.block_size)
+        self._enough = [
+            2 * (settings.max_num_seqs * (self._window_pages(number) + 2) + step) if group.window is not None else 0
+            for number, group in enumerate(layout.groups)
+        ]
+        self._base = 0 if layout.groups[0].layers else len(layout.groups) - 1
+        """The group that takes what the others do not need."""
+        self.all_sequences = settings.max_num_seqs * self.whole_length
+        if self._base:
+            self.all_sequences = min(self.all_sequences, self._enough[self._base])
+
+    def for_blocks(self, count: int) -> tuple[int, ...]:
+        """`count` pages for the base group, as many or enough for the others."""
+        pages = [min(count, enough) for enough in self._enough]
+        pages[self._base] = count
+        if self._base:
+            names = min(count * self.whole_length // self._window_pages(self._base), MAX_NAMES)
+            pages[0] = max(count, self.whole_length, names) if count else 0
+        else:
+            pages[0] = count
+        return tuple(pages)
+
+    def for_bytes(self, size: int) -> tuple[int, ...]:
+        """The most pages that take no more than `size` bytes."""
+        costs = [group.spec.block_bytes for group in self.layout.groups]
+        per_page, count = sum(costs), size // sum(costs)
+        others = [number for number in range(1, len(costs)) if number != self._base]
+        for number in sorted(others, key=self._enough.__getitem__):
+            if count <= self._enough[number]:
+                break
+            size, per_page = size - self._enough[number] * costs[number], per_page - costs[number]
+            count = size // per_page
+        return self.for_blocks(count)
+
+    def _window_pages(self, number: int) -> int:
+        window = self.layout.groups[number].window
+        assert window is not None
+        return -(-window // self.layout.block_size)
 
 
 def _choose(
-    settings: Settings, spec: KVSpec, window: int, available_bytes: int, weight_bytes: int
-) -> tuple[int, str, str]:
-    """(blocks, the flag to change if that is wrong, what decided in words)"""
+    settings: Settings, sizes: _Sizes, available_bytes: int, weight_bytes: int
+) -> tuple[tuple[int, ...], str, str]:
+    """(pages of each group, the flag to change if that is wrong, what decided in words)"""
     if settings.num_gpu_blocks_override is not None:
         blocks = settings.num_gpu_blocks_override
-        return blocks, "--num-gpu-blocks-override", f"--num-gpu-blocks-override {blocks}"
+        return sizes.for_blocks(blocks), "--num-gpu-blocks-override", f"--num-gpu-blocks-override {blocks}"
     if settings.kv_cache_memory_bytes is not None:
         size = settings.kv_cache_memory_bytes
-        return spec.blocks_for_bytes(size), "--kv-cache-memory-bytes", f"--kv-cache-memory-bytes {_human(size)}"
+        return sizes.for_bytes(size), "--kv-cache-memory-bytes", f"--kv-cache-memory-bytes {_human(size)}"
     share = settings.gpu_memory_utilization
     if share is not None:
         left = max(0, int(available_bytes * share) - weight_bytes)
         reason = f"--gpu-memory-utilization {share:g} ({_human(left)} beside the weights)"
-        return spec.blocks_for_bytes(left), "--gpu-memory-utilization", reason
+        return sizes.for_bytes(left), "--gpu-memory-utilization", reason
     half = int((available_bytes - weight_bytes) * AUTO_SHARE)
     options = [
-        (
-            settings.max_num_seqs * spec.blocks_for_tokens(window),
-            f"--max-num-seqs {settings.max_num_seqs} full windows",
-        ),
-        (spec.blocks_for_bytes(AUTO_BYTES), f"the default limit of {_human(AUTO_BYTES)}"),
-        (spec.blocks_for_bytes(half), f"half of the memory that the weights leave ({_human(half)})"),
+        (sizes.for_blocks(sizes.all_sequences), f"--max-num-seqs {settings.max_num_seqs} full windows"),
+        (sizes.for_bytes(AUTO_BYTES), f"the default limit of {_human(AUTO_BYTES)}"),
+        (sizes.for_bytes(half), f"half of the memory that the weights leave ({_human(half)})"),
     ]
-    blocks, reason = min(options)
-    return blocks, "--kv-cache-memory-bytes", reason
+    num_pages, reason = min(options, key=lambda option: _bytes(sizes.layout, option[0]))
+    return num_pages, "--kv-cache-memory-bytes", reason
+
+
+def _bytes(layout: KVLayout, num_pages: tuple[int, ...]) -> int:
+    return sum(count * group.spec.block_bytes for count, group in zip(num_pages, layout.groups, strict=True))
 
 
 def _human(count: int) -> str:

@@ -27,18 +27,20 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from configs.errors import SettingsError
+from configs.limits import Policy
 
 Group = Literal["Model", "KV cache", "Scheduling", "Queue", "HTTP", "Metrics and log", "Machine"]
 Unset = tuple[Literal["auto", "none"], str]
 """How to write that a field has no value of its own, and what then holds: 'auto', Octavo chooses; 'none', no limit."""
 NO_LIMIT: Unset = ("none", "no limit")
-SECRET_FIELDS = frozenset({"api_key"})
+SECRET_FIELDS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})
 """Values never shown: not in --print-config, not in an error, not in repr()."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)(b?)|b)?", re.IGNORECASE | re.ASCII)
 _POWER = {"k": 1, "m": 2, "g": 3, "t": 4}
 _NOTHING = ("none", "null")
 _API_KEY = re.compile(r"[\x21-\x7e]+")
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
 def parse_size(text: str) -> int:
@@ -86,6 +88,12 @@ def _api_key(value: str) -> str:
     return value
 
 
+def _root_path(value: str) -> str:
+    if value and not _ROOT_PATH.fullmatch(value):
+        raise ValueError("must begin with a slash and must not end with one, like /llm")
+    return value
+
+
 def _block_size(value: int) -> int:
     if value & (value - 1):
         raise ValueError("must be a power of two")
@@ -97,6 +105,8 @@ Size = Annotated[int, BeforeValidator(_size)]
 WindowSize = Annotated[int | None, BeforeValidator(_size), BeforeValidator(_minus_one)]
 BlockSize = Annotated[int, AfterValidator(_block_size)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_several)]
+AdminKey = Annotated[str, AfterValidator(_api_key)]
+RootPath = Annotated[str, AfterValidator(_root_path)]
 ApiKeys = Annotated[tuple[Annotated[str, AfterValidator(_api_key)], ...], BeforeValidator(_several)]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
 
@@ -131,7 +141,22 @@ class Settings(BaseModel):
         (),
         "Model",
         "NAME",
-        "Names under which clients ask for the model; the first stands in answers. Without it: the model as asked for.",
+        "Names under which clients ask for the model; an answer bears the name that was asked for, or the first. "
+        "Without it: the model as given at start.",
+    )
+    revision: Text | None = _setting(
+        None,
+        "Model",
+        "REVISION",
+        "Branch, tag or commit of the model on the Hub.",
+        ("auto", "its default branch"),
+    )
+    tokenizer: Text | None = _setting(
+        None,
+        "Model",
+        "TOKENIZER",
+        "A Hub id or a local folder whose tokenizer and chat template are used in place of the model's.",
+        ("auto", "the model's own"),
     )
     dtype: Literal["auto", "bfloat16", "float32"] = _setting(
         "auto",
@@ -211,6 +236,13 @@ class Settings(BaseModel):
         "streams: larger is better for throughput, smaller for smooth streams.",
         ge=1,
     )
+    scheduling_policy: Policy = _setting(
+        "fcfs",
+        "Scheduling",
+        "",
+        "fcfs: in order of arrival. priority: requests may say how urgent they are; a level is worth 10 seconds of "
+        "waiting, so that nobody starves.",
+    )
 
     # ---------------------------------------------------------------- queue
     max_num_queued_reqs: int | None = _setting(
@@ -244,6 +276,49 @@ class Settings(BaseModel):
         "Keys of which a client must send one as a bearer token. Without it: open to all.",
         repr=False,
     )
+    admin_api_key: AdminKey | None = _setting(
+        None,
+        "HTTP",
+        "KEY",
+        "The key for routes that act on the server itself, such as /abort_requests. It opens all others too.",
+        ("none", "those routes are closed"),
+        repr=False,
+    )
+    ssl_certfile: Text | None = _setting(
+        None,
+        "HTTP",
+        "FILE",
+        "The server's certificate, in PEM, those that signed it behind it. With it: HTTPS.",
+        ("none", "plain HTTP"),
+    )
+    ssl_keyfile: Text | None = _setting(
+        None,
+        "HTTP",
+        "FILE",
+        "The certificate's private key, in PEM.",
+        ("none", "it stands in --ssl-certfile"),
+    )
+    ssl_keyfile_password: Text | None = _setting(
+        None,
+        "HTTP",
+        "PASSWORD",
+        "What --ssl-keyfile is encrypted with.",
+        ("none", "it is not encrypted"),
+        repr=False,
+    )
+    ssl_ca_certs: Text | None = _setting(
+        None,
+        "HTTP",
+        "FILE",
+        "Authorities, in PEM: each client must show a certificate that one of them has signed.",
+        ("none", "clients need no certificate"),
+    )
+    root_path: RootPath = _setting(
+        "",
+        "HTTP",
+        "PATH",
+        "The path under which a reverse proxy shows this server, such as /llm. Requests may come with it or without.",
+    )
     sse_keep_alive_interval: float = _setting(
         15.0, "HTTP", "SECONDS", "A stream that has been silent this long gets a comment line. 0: never.", ge=0
     )
@@ -260,6 +335,13 @@ class Settings(BaseModel):
         "vllm: /metrics has vLLM's names beside octavo_*, for existing dashboards and gateways. none: octavo_* alone.",
     )
     log_level: LogLevel = _setting("info", "Metrics and log", "", "The least important messages that are logged.")
+    log_format: Literal["auto", "text", "json"] = _setting(
+        "auto",
+        "Metrics and log",
+        "",
+        "How messages are written. text: a line of words; json: a JSON object a line.",
+        ("auto", "text on a terminal, json elsewhere"),
+    )
 
     # ---------------------------------------------------------------- machine
     num_threads: int | None = _setting(
@@ -292,6 +374,12 @@ class Settings(BaseModel):
         if isinstance(value, bool) and field.annotation is not bool:
             raise ValueError("must not be true or false (a word in YAML may need quotes)")
         return value
+
+    @model_validator(mode="after")
+    def _keys_differ(self) -> Self:
+        if self.admin_api_key is not None and self.admin_api_key in self.api_key:
+            raise ValueError("--admin-api-key must differ from every --api-key, since it may do more")
+        return self
 
     @model_validator(mode="after")
     def _budget_holds_all_sequences(self) -> Self:

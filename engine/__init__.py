@@ -4,8 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.admission import Envelope as Envelope
+    from engine.admission import about_prompt as about_prompt
     from engine.client import EngineClient as EngineClient
     from engine.client import QueueLimits as QueueLimits
+    from engine.diagnosis import Diagnosis as Diagnosis
+    from engine.diagnosis import diagnose as diagnose
+    from engine.errors import ContextLengthExceeded as ContextLengthExceeded
     from engine.errors import EngineDead as EngineDead
     from engine.errors import InvalidRequest as InvalidRequest
     from engine.errors import NotReady as NotReady
@@ -14,6 +18,8 @@ if TYPE_CHECKING:
     from engine.errors import RequestFailed as RequestFailed
     from engine.errors import StartupError as StartupError
     from engine.llm import LLM as LLM
+    from engine.logs import configure_logging as configure_logging
+    from engine.logs import is_json as is_json
     from engine.messages import EngineLoading as EngineLoading
     from engine.messages import EngineReady as EngineReady
     from engine.messages import KVReport as KVReport
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     from engine.messages import Stats as Stats
     from engine.messages import TextDelta as TextDelta
     from engine.messages import TokenLogprobs as TokenLogprobs
+    from engine.ports import Observer as Observer
     from engine.request_stream import RequestStream as RequestStream
     from engine.sampling_params import MAX_ALLOWED_TOKEN_IDS as MAX_ALLOWED_TOKEN_IDS
     from engine.sampling_params import MAX_LOGIT_BIAS as MAX_LOGIT_BIAS
@@ -43,8 +50,14 @@ _EXPORTS = {
     "RequestStream": "engine.request_stream",
     "ServedModel": "engine.served_model",
     "Envelope": "engine.admission",
+    "about_prompt": "engine.admission",
     "resolve": "engine.source",
     "Tokenizer": "engine.text.tokenizer",
+    "Observer": "engine.ports",
+    "Diagnosis": "engine.diagnosis",
+    "diagnose": "engine.diagnosis",
+    "configure_logging": "engine.logs",
+    "is_json": "engine.logs",
     # messages
     "EngineLoading": "engine.messages",
     "EngineReady": "engine.messages",
@@ -58,6 +71,7 @@ _EXPORTS = {
     "OctavoError": "engine.errors",
     "StartupError": "engine.errors",
     "InvalidRequest": "engine.errors",
+    "ContextLengthExceeded": "engine.errors",
     "NotReady": "engine.errors",
     "Overloaded": "engine.errors",
     "EngineDead": "engine.errors",

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from configs.kv import KVFormat, KVSpec
+from configs.kv import KVFormat, KVLayout
 from configs.limits import SchedulerLimits
 from configs.model import DType, ModelConfig
 from configs.pool import PoolPlan, resolve_num_blocks
@@ -24,6 +24,7 @@ from engine.model.registry import load_model
 from engine.ports import NoGrammar
 from engine.runner.executor import SingleExecutor
 from engine.runner.model_runner import ModelRunner
+from kernels.cpu.exactness import inexact
 from kernels.cpu.exactness import report as report_exactness
 from kernels.registry import choose
 from kernels.threads import num_threads, set_threads
@@ -42,43 +43,54 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     settings = Settings.create(launch.settings)
     path = Path(launch.path)
     config = ModelConfig.from_source(path)
-    dtype_name = _dtype(settings)
-    dtype, kv_format = DTYPES[dtype_name]
+    dtype, kv_format = DTYPES[dtype_for(settings)]
     set_threads(settings.num_threads or usable_cores())
-    spec = KVSpec(config.kv_layers(kv_format), settings.block_size)
-    plan = resolve_num_blocks(
-        settings,
-        spec,
-        window=config.effective_window(settings.max_model_len),
-        available_bytes=available_memory(),
-        weight_bytes=config.weight_bytes(dtype_name),
-    )
+    layout, plan = plan_pool(settings, config)
     for note in plan.notes:
         logger.warning(note)
-    limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, plan.max_model_len)
+    limits = SchedulerLimits(
+        settings.max_num_seqs, settings.max_num_batched_tokens, plan.max_model_len, policy=settings.scheduling_policy
+    )
 
     report(EngineLoading("loading weights"))
     model = load_model(
         path, config, dtype, plan.max_model_len, lambda fraction: report(EngineLoading("loading weights", fraction))
     )
     report(EngineLoading("warming up", 1.0))
-    executor = SingleExecutor(ModelRunner(model, config, spec, plan.num_blocks, limits), launch.eos_token_ids)
+    executor = SingleExecutor(ModelRunner(model, config, layout, plan.num_pages, limits), launch.eos_token_ids)
     executor.warm_up()
-    kv = KVManager(plan.num_blocks, settings.block_size, settings.enable_prefix_caching)
+    kv = KVManager(plan.num_blocks, settings.block_size, settings.enable_prefix_caching, windows=plan.windows)
     scheduler = Scheduler(limits, kv, launch.eos_token_ids)
     cache = CacheInfo(
         num_blocks=plan.num_blocks,
         block_size=settings.block_size,
-        bytes_per_block=spec.block_bytes,
-        bytes_per_token=spec.bytes_per_token,
+        bytes_per_block=layout.block_bytes,
+        bytes_per_token=layout.bytes_per_token,
         dtype=kv_format.value,
         max_model_len=plan.max_model_len,
         enable_prefix_caching=settings.enable_prefix_caching,
+        pool_bytes=plan.pool_bytes,
     )
     core = EngineCore(scheduler, executor, NoGrammar(), cache)
-    summary = _summary(launch.name, config, dtype, plan, settings)
+    summary = _summary(launch.name, config, dtype, plan, layout)
+    summary["prefix cache"] = "on" if settings.enable_prefix_caching else "off"
     summary["answers"] = _exactness(model, dtype)
     return core, EngineReady(cache, summary, config.vocab_size)
+
+
+def plan_pool(settings: Settings, config: ModelConfig) -> tuple[KVLayout, PoolPlan]:
+    """What a page holds and how many there will be. Raises `SettingsError`, which names the flag to change."""
+    dtype_name = dtype_for(settings)
+    window = config.effective_window(settings.max_model_len)
+    layout = KVLayout.of(config.kv_layers(DTYPES[dtype_name][1]), settings.block_size, window)
+    plan = resolve_num_blocks(
+        settings,
+        layout,
+        window=window,
+        available_bytes=available_memory(),
+        weight_bytes=config.weight_bytes(dtype_name),
+    )
+    return layout, plan
 
 
 def available_memory() -> int:
@@ -92,7 +104,7 @@ def available_memory() -> int:
     return available if limit == "max" else min(available, max(0, int(limit) - used))
 
 
-def _dtype(settings: Settings) -> DType:
+def dtype_for(settings: Settings) -> DType:
     """bfloat16 where the processor computes in it; 'auto' otherwise falls back to float32."""
     supported = torch.cpu._is_avx512_bf16_supported()
     if settings.dtype == "bfloat16" and not supported:
@@ -117,20 +129,32 @@ def usable_cores() -> int:
     return max(1, usable)
 
 
-def _summary(name: str, config: ModelConfig, dtype: torch.dtype, plan: PoolPlan, settings: Settings) -> dict[str, str]:
+def _summary(name: str, config: ModelConfig, dtype: torch.dtype, plan: PoolPlan, layout: KVLayout) -> dict[str, str]:
     """The start-up block's lines, in order."""
-    gib = plan.pool_bytes / 2**30
     return {
         "model": f"{name} ({config.architecture}, {config.num_parameters / 1e6:.0f} million parameters)",
         "dtype": str(dtype).removeprefix("torch."),
-        "device": f"CPU, {num_threads()} threads",
+        "device": f"CPU, {num_threads()} thread" + "s" * (num_threads() > 1),
         "attention": _kernel("paged_attention", dtype),
         "linear": _kernel("pack_linear", dtype),
-        "KV pool": f"{plan.num_blocks} pages of {settings.block_size} tokens = {plan.num_tokens} tokens, {gib:.2f} GiB "
-        f"({plan.decided_by})",
-        "fits": f"{plan.num_tokens / plan.max_model_len:.1f} requests of the full {plan.max_model_len} tokens",
-        "prefix cache": "on" if settings.enable_prefix_caching else "off",
+        "KV pool": _pools(plan, layout),
+        "fits": f"{plan.full_sequences:.1f} requests of the full {plan.max_model_len} tokens",
     }
+
+
+def _pools(plan: PoolPlan, layout: KVLayout) -> str:
+    """Which layers have how many pages."""
+    size = layout.block_size
+    parts = []
+    for group, count in zip(layout.groups, plan.num_pages, strict=True):
+        if not group.layers:
+            continue
+        pages = f"{count} pages of {size} tokens = {count * size} tokens"
+        if len(layout.groups) > 1:
+            seen = "everything" if group.window is None else f"{group.window} tokens"
+            pages += f" for {len(group.layers)} of {layout.num_layers} layers, which see {seen}"
+        parts.append(pages)
+    return f"{' and '.join(parts)}, {plan.pool_bytes / 2**30:.2f} GiB ({plan.decided_by})"
 
 
 def _kernel(op: str, dtype: torch.dtype) -> str:
@@ -147,4 +171,7 @@ def _kernel(op: str, dtype: torch.dtype) -> str:
 def _exactness(model: CausalLM, dtype: torch.dtype) -> str:
     """Whether this machine's linear layers give a row the same bits alone and in company: asked, not assumed."""
     layers = {name: module.packed for name, module in model.named_modules() if isinstance(module, Linear)}
-    return report_exactness(layers, dtype)
+    failures = inexact(layers, dtype)
+    if failures:
+        logger.warning("Answers %s.", report_exactness(failures))
+    return report_exactness(failures)

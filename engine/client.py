@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -29,7 +29,9 @@ from engine.messages import (
     KVReport,
     KVReportQuery,
     Launch,
+    PrefixCacheReset,
     RequestSummary,
+    ResetPrefixCache,
     Shutdown,
     Stats,
     StepOutputs,
@@ -46,6 +48,7 @@ from engine.text.chat_template import ChatRenderer
 from engine.text.output_processor import OutputProcessor
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
+from engine.throughput import Throughput
 
 logger = logging.getLogger("octavo.client")
 
@@ -66,27 +69,6 @@ class QueueLimits:
     """Seconds without a word from an engine that has work, after which it is taken for dead."""
     stall_timeout: float = 60.0
     """Seconds a reader may leave its text unread before its request is aborted."""
-
-
-@dataclass
-class _Throughput:
-    """Sequences finished within the last minute: what Retry-After is computed from."""
-
-    clock: Callable[[], float] = time.monotonic
-    marks: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-
-    def finished(self) -> None:
-        self.marks.append(self.clock())
-
-    def seconds_for(self, sequences: int) -> float:
-        """Time to finish so many at the measured rate, between 1 and 120 s (clients ignore more)."""
-        now = self.clock()
-        while self.marks and now - self.marks[0] > 60.0:  # what was before a quiet time tells nothing
-            self.marks.popleft()
-        if len(self.marks) < 2:
-            return 1.0
-        rate = len(self.marks) / max(now - self.marks[0], 1e-3)
-        return min(max(sequences / rate, 1.0), 120.0)
 
 
 class EngineClient:
@@ -113,8 +95,8 @@ class EngineClient:
         self._open: dict[str, Sequence] = {}
         self._sent = 0
         self._unreceived: deque[tuple[int, int]] = deque()
-        self._throughput = _Throughput()
-        self._reports: dict[int, asyncio.Future[KVReport]] = {}
+        self._throughput = Throughput()
+        self._queries: dict[int, asyncio.Future[KVReport | PrefixCacheReset]] = {}
         self._next_query = 0
         self._last_heard = time.monotonic()
         self._changed = asyncio.Event()
@@ -256,16 +238,34 @@ class EngineClient:
 
     async def kv_report(self, num_events: int = 200, tenant: str | None = None) -> KVReport:
         """State of the pool and its latest events, from the engine itself."""
+        report = await self._ask(lambda query_id: KVReportQuery(query_id, num_events, tenant))
+        assert isinstance(report, KVReport)
+        return report
+
+    async def reset_prefix_cache(self) -> int:
+        """Forgets all that is cached and not in use. Returns the number of pages."""
+        reset = await self._ask(ResetPrefixCache)
+        assert isinstance(reset, PrefixCacheReset)
+        return reset.pages
+
+    def abort_request(self, request_id: str) -> int:
+        """Ends the sequences of a request by the id that its client knows. Returns how many there were."""
+        found = [one for name, one in self._open.items() if name.partition("~")[0] == request_id]
+        for sequence in found:
+            self._fail_stream(sequence, RequestFailed("The request was aborted by the server's operator."))
+        return len(found)
+
+    async def _ask(self, query: Callable[[int], KVReportQuery | ResetPrefixCache]) -> KVReport | PrefixCacheReset:
         self._require_ready(draining=True)
         self._next_query += 1
-        future: asyncio.Future[KVReport] = asyncio.get_running_loop().create_future()
-        self._reports[self._next_query] = future
-        query = KVReportQuery(self._next_query, num_events, tenant)
+        query_id = self._next_query
+        future: asyncio.Future[KVReport | PrefixCacheReset] = asyncio.get_running_loop().create_future()
+        self._queries[query_id] = future
         try:
-            self._send(query)
+            self._send(query(query_id))
             return await future
         finally:  # the caller may have given up
-            self._reports.pop(query.query_id, None)
+            self._queries.pop(query_id, None)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -344,8 +344,8 @@ class EngineClient:
                     self._enter("ready" if self.phase == "loading" else self.phase)
                 case EngineFailed():
                     self._die(message.message)
-                case KVReport():
-                    future = self._reports.get(message.query_id)
+                case KVReport() | PrefixCacheReset():
+                    future = self._queries.get(message.query_id)
                     if future is not None and not future.done():
                         future.set_result(message)
 
@@ -459,7 +459,12 @@ class EngineClient:
         """Takes an engine that has work and says nothing for dead."""
         limit = self.limits.watchdog_timeout
         while limit is not None:
-            await asyncio.sleep(min(limit / 4, 1.0))
+            tick, before = min(limit / 4, 1.0), time.monotonic()
+            await asyncio.sleep(tick)
+            late = time.monotonic() - before - tick
+            if late > tick:  # this process was stopped, or too busy to listen: that was not the engine's silence
+                self._last_heard += late
+                continue  # what came meanwhile is read first
             silent = time.monotonic() - self._last_heard
             if self._open and silent > limit and self.phase in ("ready", "draining"):
                 self._die(f"the engine has not answered for {silent:.0f} s (--watchdog-timeout {limit:g})")
@@ -480,7 +485,7 @@ class EngineClient:
             self._account(sequence, "error")
             sequence.stream.fail(error)
         self._open.clear()
-        for future in self._reports.values():
+        for future in self._queries.values():
             if not future.done():
                 future.set_exception(error)
 

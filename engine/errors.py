@@ -12,8 +12,11 @@ MAX_NAMED = 5
 class InvalidRequest(OctavoError):
     """The client's fault: HTTP 400.
 
-    `param` names the request field, `code` is OpenAI's error code where one fits.
+    `param` names the request field, `code` is OpenAI's error code where one fits; of several prompts, `prompt` is the
+    number of the one it is about.
     """
+
+    prompt: int | None = None
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -52,7 +52,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         resolved = Settings.create({"model": model, **settings})
-        source = resolve(resolved.model)
+        source = resolve(resolved)
         served = ServedModel.load(source, resolved)
         self.tokenizer, self.chat_renderer = served.tokenizer, served.chat
         self._core, self.info = build_core(served.launch(source, resolved), lambda loading: None)

@@ -28,6 +28,8 @@ class AddRequest(msgspec.Struct, kw_only=True, tag=True):
     group: str | None = None
     index: int = 0
     """The choice's index: part of the generator's key."""
+    batch: str | None = None
+    """Common to all sequences of one HTTP request, where there are several."""
     salt: str | None = None
     """Roots the prefix tree: sequences with different salts share nothing."""
     adapter: str | None = None
@@ -35,7 +37,8 @@ class AddRequest(msgspec.Struct, kw_only=True, tag=True):
     priority: int = 0
     """Lower runs first."""
     deadline: float | None = None
-    """time.monotonic() after which nobody waits any more: a sequence still queued then fails with finish 'error'."""
+    """time.monotonic() after which nobody waits any more: a sequence still queued then fails with finish 'error',
+    unless one of its batch has been scheduled."""
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -58,6 +61,12 @@ class KVReportQuery(msgspec.Struct, tag=True):
     tenant: str | None = None
 
 
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """Asks for an empty cache and for `PrefixCacheReset`."""
+
+    query_id: int
+
+
 class Launch(msgspec.Struct):
     """What a new engine process is told, on its standard input."""
 
@@ -70,15 +79,15 @@ class Launch(msgspec.Struct):
     """Tokens that end a sequence, as the tokenizer's files and the generation configuration name them."""
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown | KVReportQuery
+ToEngine = AddRequest | AbortRequests | Shutdown | KVReportQuery | ResetPrefixCache
 
 
 # ------------------------------------------------------------------ engine process -> API process
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities at one generated position, of the model's own distribution (before temperature and masks)."""
+    """Log-probabilities at one position, of the model's own distribution (before temperature and masks)."""
 
     logprob: float
-    """Of the chosen token; -9999 stands for minus infinity."""
+    """Of the token that stands there; -9999 stands for minus infinity."""
     rank: int
     """1: the most likely token."""
     top_ids: list[int]
@@ -110,6 +119,8 @@ class TokenOutput(msgspec.Struct, omit_defaults=True):
     num_preemptions: int = 0
     timings: Timings | None = None
     """On the first and on the last output of a sequence."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's second and later tokens: those that this step has computed, in order. Asked for only."""
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -153,6 +164,8 @@ class Stats(msgspec.Struct, array_like=True):
     schedule_seconds_total: float = 0.0
     execute_seconds_total: float = 0.0
     update_seconds_total: float = 0.0
+    window_usage: float = 0.0
+    """Share of the pages in use in the windowed KV group where that is most; 0 without such groups."""
 
 
 class StepOutputs(msgspec.Struct, tag=True):
@@ -166,17 +179,25 @@ class CacheInfo(msgspec.Struct):
     """The KV pool as it was really allocated."""
 
     num_blocks: int
+    """Of the layers that keep whole contexts."""
     block_size: int
     bytes_per_block: int
+    """One page in all layers."""
     bytes_per_token: int
     dtype: str
     max_model_len: int
     """Effective window: min(model, --max-model-len, pool)."""
     enable_prefix_caching: bool
+    pool_bytes: int | None = None
+    """Of all KV groups, where some have fewer pages; None: `num_blocks` of each."""
 
     @property
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block if self.pool_bytes is None else self.pool_bytes
 
 
 class EngineReady(msgspec.Struct, tag=True):
@@ -211,7 +232,13 @@ class KVReport(msgspec.Struct, tag=True):
     """Newest last: allocation, hit, miss, eviction, copy, preemption, wait, each with its reason."""
 
 
-FromEngine = StepOutputs | EngineReady | EngineLoading | EngineFailed | KVReport
+class PrefixCacheReset(msgspec.Struct, tag=True):
+    query_id: int
+    pages: int
+    """How many were given up; those in use stay."""
+
+
+FromEngine = StepOutputs | EngineReady | EngineLoading | EngineFailed | KVReport | PrefixCacheReset
 
 
 # ------------------------------------------------------------------ scheduler -> executor -> scheduler
@@ -226,7 +253,8 @@ class NewRow(msgspec.Struct):
     params: SamplingParams
     index: int
     """Choice index, for the generator's key."""
-    block_ids: list[int]
+    block_ids: list[list[int]]
+    """By KV group; 0 where a windowed group's part of a block has left the window and is never read again."""
     num_computed: int
     """Tokens whose K and V the blocks hold already (prefix hit)."""
 
@@ -252,12 +280,14 @@ class StepPlan(msgspec.Struct):
     samples: list[bool]
     """Whether the row's last token of this step is its sequence's last, so that a next token is drawn."""
     new_rows: list[NewRow]
-    new_blocks: list[tuple[int, list[int]]]
-    """(slot, block ids appended to the slot's table)"""
-    copies: list[tuple[int, int]]
-    """(source block, destination block), whole blocks, before anything of this step is written."""
+    new_blocks: list[tuple[int, list[list[int]]]]
+    """(slot, by KV group: block ids appended to the slot's table)"""
+    copies: list[tuple[int, int, int]]
+    """(KV group, source block, destination block), whole blocks, before anything of this step is written."""
     transfers: list[Transfer]
     freed_slots: list[int]
+    scored_slots: list[int] = []
+    """Rows that also bring log-probabilities of the prompt tokens that follow theirs."""
 
     @property
     def total_tokens(self) -> int:
@@ -274,11 +304,23 @@ class RowResult(msgspec.Struct):
     """This row failed (non-finite logits, say): its sequence ends with finish_reason 'error'; the others go on."""
 
 
+class PromptScores(msgspec.Struct):
+    """Log-probabilities of neighbouring tokens of a prompt."""
+
+    first: int
+    """Place of the first of them in the prompt, at least 1."""
+    logprobs: list[TokenLogprobs]
+    error: str | None = None
+    """As in `RowResult`."""
+
+
 class StepResult(msgspec.Struct):
     """Answers the plan of the same `step`; rows in the order of the plan's sampling rows. It may come a step late."""
 
     step: int
     rows: list[RowResult]
+    scores: dict[int, PromptScores] = {}
+    """By slot, for the plan's `scored_slots`."""
 
 
 # ------------------------------------------------------------------ text, inside the API process
@@ -297,6 +339,8 @@ class TextDelta(msgspec.Struct):
     cached_tokens: int = 0
     timings: Timings | None = None
     num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """On a choice's first delta, if asked for: of the prompt's tokens from the second on."""
 
 
 class RequestSummary(msgspec.Struct):

@@ -17,6 +17,7 @@ import zmq
 
 from engine.core.loop import EngineCore
 from engine.errors import InvalidRequest, OctavoError, StartupError
+from engine.logs import configure_logging
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -27,6 +28,8 @@ from engine.messages import (
     KVReport,
     KVReportQuery,
     Launch,
+    PrefixCacheReset,
+    ResetPrefixCache,
     Shutdown,
     Stats,
     StepOutputs,
@@ -128,6 +131,8 @@ class EngineServer:
                 case KVReportQuery():
                     events = core.events(message.num_events, message.tenant)
                     self._send(KVReport(message.query_id, core.memory_stats(), events))
+                case ResetPrefixCache():
+                    self._send(PrefixCacheReset(message.query_id, core.reset_prefix_cache()))
                 case Shutdown():
                     self._stopping = True
         if changed and not core.has_work:  # aborts alone: nothing will step, yet the gauges changed
@@ -167,8 +172,7 @@ def main() -> int:
 
     address = sys.argv[1]
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    level = str(launch.settings["log_level"]).upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logging(launch.settings["log_level"], launch.settings["log_format"])
     _exit_with_parent()
     import signal
 

@@ -12,6 +12,16 @@ class Status(enum.IntEnum):
     FINISHED = 2
 
 
+class Batch:
+    """What the sequences of one HTTP request share, for as long as one of them is open."""
+
+    __slots__ = ("__weakref__", "is_served")
+
+    def __init__(self) -> None:
+        self.is_served = False
+        """One of them has been scheduled."""
+
+
 class Request:
     """Three numbers chase one another: num_confirmed <= num_computed <= len(token_ids) + num_in_flight.
 
@@ -23,69 +33,46 @@ class Request:
     """
 
     __slots__ = (
-        "__weakref__",
-        "adapter",
-        "arrival",
-        "block_ids",
-        "cached_tokens",
-        "deadline",
-        "error",
-        "finish_reason",
-        "group",
-        "index",
-        "last_step",
-        "max_total",
-        "num_computed",
-        "num_confirmed",
-        "num_in_flight",
-        "num_preemptions",
-        "num_prompt",
-        "num_published",
-        "num_reached",
-        "num_reserved",
-        "order",
-        "params",
-        "passed_over",
-        "prefilling",
-        "priority",
-        "request_id",
-        "row_is_stale",
-        "salt",
-        "slot",
-        "status",
-        "stop_ids",
-        "stop_reason",
-        "tenant",
-        "timings",
-        "token_ids",
-        "wait_reason",
+        "__weakref__", "adapter", "arrival", "batch", "batch_id", "block_ids", "cached_tokens", "deadline", "error",
+        "finish_reason", "group", "index", "last_step", "max_total", "num_computed", "num_confirmed", "num_in_flight",
+        "num_preemptions", "num_prompt", "num_published", "num_reached", "num_reserved", "num_scored", "order",
+        "params", "passed_over", "prefilling", "request_id", "row_is_stale", "salt", "slot", "status", "stop_ids",
+        "stop_reason", "tenant", "timings", "token_ids", "wait_reason", "window_starts",
     )  # fmt: skip
 
-    def __init__(self, add: AddRequest, sequence: int, max_total: int, eos_token_ids: frozenset[int]) -> None:
-        """`sequence` numbers arrivals; `max_total`: tokens, prompt included, at which the sequence ends by 'length'."""
+    def __init__(
+        self, add: AddRequest, order: tuple[float, int], max_total: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        """`max_total`: tokens, prompt included, at which the sequence ends by 'length'."""
         self.request_id = add.request_id
         self.params: SamplingParams = add.params
         self.token_ids: list[int] = list(add.prompt_token_ids)
         self.num_prompt = len(add.prompt_token_ids)
         self.group, self.index = add.group, add.index
+        self.batch_id = add.batch
+        self.batch: Batch | None = None
         self.salt, self.adapter, self.tenant = add.salt, add.adapter, add.tenant
-        self.priority, self.arrival, self.deadline = add.priority, add.arrival, add.deadline
-        self.order = (add.priority, sequence)
-        """Order key, kept for life: smaller runs first and is never preempted for a larger one."""
+        self.arrival, self.deadline = add.arrival, add.deadline
+        self.order = order
+        """Kept for life: smaller runs first and is never preempted for a larger one (`core/policy.py`)."""
         self.max_total = max_total
         self.stop_ids = frozenset(add.params.stop_token_ids) | (frozenset() if add.params.ignore_eos else eos_token_ids)
 
         self.status = Status.WAITING
         self.slot = -1
         self.block_ids: list[int] = []
+        self.window_starts: list[int] = []
+        """Of each windowed KV group: index of the first block whose extent is held, as is that of every later one."""
         self.num_computed = 0
         self.num_in_flight = 0
         """Tokens that unfinished steps will bring."""
         self.num_confirmed = 0
         self.num_published = 0
         """Leading blocks that stand in the prefix tree."""
-        self.num_reserved = 0
-        """Blocks promised at admission that the prompt has not taken yet."""
+        self.num_reserved: list[int] = []
+        """By KV group: pages promised at admission that the prompt has not taken yet."""
+        self.num_scored = 0
+        """Tokens of the prompt, the first apart, whose log-probabilities have been brought."""
         self.num_reached = 0
         """The largest num_computed before a preemption: up to there everything is computed again."""
         self.prefilling = False
@@ -106,6 +93,16 @@ class Request:
         self.stop_reason: int | None = None
         self.error: str | None = None
         self.timings = Timings(arrival=add.arrival)
+
+    @property
+    def wants_scores(self) -> bool:
+        """Log-probabilities of its prompt are still missing."""
+        return self.params.prompt_logprobs is not None and self.num_scored < self.num_prompt - 1
+
+    @property
+    def match_limit(self) -> int:
+        """Tokens that may come from the cache: never the last one, and none whose row has something to score."""
+        return self.num_scored if self.wants_scores else len(self.token_ids) - 1
 
     @property
     def num_tokens(self) -> int:

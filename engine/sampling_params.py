@@ -23,6 +23,7 @@ _RANGES = {
     "frequency_penalty": (-2, 2),
     "seed": (-(2**63), 2**63 - 1),
     "logprobs": (0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
 }
 _MOST_ENTRIES = {
     "stop": MAX_STOP_STRINGS,
@@ -44,7 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     """Independent completions of the prompt, 1..128."""
     max_tokens: int | None = 16
-    """Tokens to generate at most; None: up to the context window. Clamped to the window."""
+    """Tokens to generate at most; None: up to the context window. Clamped to the window. 0 only beside
+    `prompt_logprobs`."""
     min_tokens: int = 0
     """End-of-sequence and stop tokens are masked until this many tokens exist."""
     temperature: float = 1.0
@@ -70,6 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: none; k: the chosen token's log-probability and the k most likely, of the model's own distribution."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, of the prompt's tokens from the second on. Nothing of such a prompt is taken from the cache."""
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -79,8 +83,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         """(field, sentence) for each thing that is wrong."""
-        if self.max_tokens is not None and self.max_tokens < 1:
-            yield "max_tokens", f"max_tokens must be at least 1, got {self.max_tokens}."
+        least = 1 if self.prompt_logprobs is None else 0
+        if self.max_tokens is not None and self.max_tokens < least:
+            yield "max_tokens", f"max_tokens must be at least {least}, got {self.max_tokens}."
         if self.min_tokens < 0:
             yield "min_tokens", f"min_tokens must be at least 0, got {self.min_tokens}."
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

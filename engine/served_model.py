@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from configs.model import ModelConfig
-from configs.settings import Settings
+from configs.settings import SECRET_FIELDS, Settings
 from engine.errors import StartupError
 from engine.messages import Launch
 from engine.source import ModelSource
@@ -32,6 +32,11 @@ class ServedModel:
         """Raises `StartupError` for an unreadable tokenizer, template or configuration."""
         config = ModelConfig.from_source(source.path)
         tokenizer = Tokenizer.load(source)
+        if source.tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+            raise StartupError(
+                f"--tokenizer {settings.tokenizer} has {tokenizer.vocab_size} tokens and --model {source.name} "
+                f"{config.vocab_size}: they do not belong together."
+            )
         defaults = {key: value for key, value in asdict(config.generation).items() if value is not None}
         if "max_new_tokens" in defaults:
             defaults["max_tokens"] = defaults.pop("max_new_tokens")
@@ -39,8 +44,8 @@ class ServedModel:
         return cls(names, tokenizer, ChatRenderer(tokenizer, _template(settings.chat_template)), defaults)
 
     def launch(self, source: ModelSource, settings: Settings) -> Launch:
-        """What the engine is told. It never learns the API keys."""
-        values = settings.model_dump(mode="json", exclude={"api_key"})
+        """What the engine is told. It never learns keys and passwords."""
+        values = settings.model_dump(mode="json", exclude=set(SECRET_FIELDS))
         return Launch(str(source.path), source.name, values, self.tokenizer.eos_token_ids)
 
 

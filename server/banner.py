@@ -1,6 +1,7 @@
 """What the terminal shows: progress while loading, then one block that says what is served and how to ask."""
 
 import json
+import logging
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -8,12 +9,17 @@ from tqdm import tqdm
 from configs.settings import Settings
 from engine import EngineReady
 
+logger = logging.getLogger("octavo.server")
+
+EVERYWHERE = ("0.0.0.0", "::")
+
 
 class Progress:
-    """A bar a phase on a terminal, a line a phase elsewhere."""
+    """A bar a phase on a terminal, a line a phase in the log elsewhere."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None) -> None:
+        """None: there is to be nothing but the log."""
+        self._terminal = stream if stream is not None and stream.isatty() else None
         self._phase = ""
         self._bar: Any = None
 
@@ -21,11 +27,11 @@ class Progress:
         if phase != self._phase:
             self.close()
             self._phase = phase
-            if self._stream.isatty():
+            if self._terminal is not None:
                 layout = "{desc} {percentage:3.0f}% |{bar:30}| {elapsed}"
-                self._bar = tqdm(total=1.0, desc=phase, bar_format=layout, file=self._stream)
+                self._bar = tqdm(total=1.0, desc=phase, bar_format=layout, file=self._terminal)
             else:
-                print(phase, file=self._stream, flush=True)
+                logger.info(phase)
         if self._bar is not None and fraction > self._bar.n:
             self._bar.update(min(fraction, 1.0) - self._bar.n)
 
@@ -37,8 +43,11 @@ class Progress:
 
 def startup_block(model: str, ready: EngineReady, settings: Settings, host: str, port: int) -> str:
     """Model, machine, pool, address, and a command to paste."""
-    url = f"http://{_shown(host)}:{port}"
+    url = f"{'https' if settings.ssl_certfile else 'http'}://{_shown(host)}:{port}"
     lines = {**ready.summary, "address": f"{url} (API {url}/v1, metrics {url}/metrics)"}
+    if host in EVERYWHERE:
+        why = "" if settings.host else ", since an API key is set; --host 127.0.0.1 keeps it to this machine"
+        lines["reachable"] = f"from other machines: all interfaces ({host}){why}"
     width = max(map(len, lines))
     rows = "\n".join(f"  {name:<{width}}  {value}" for name, value in lines.items())
     key = " -H 'Authorization: Bearer KEY'" if settings.api_key else ""
@@ -48,6 +57,6 @@ def startup_block(model: str, ready: EngineReady, settings: Settings, host: str,
 
 
 def _shown(host: str) -> str:
-    if host in ("0.0.0.0", "::"):
+    if host in EVERYWHERE:
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -1,15 +1,17 @@
 """The command `octavo`."""
 
+import contextlib
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from server import preflight
 
-COMMANDS = ("serve", "help")
+COMMANDS = ("serve", "doctor", "help")
 USAGE = """\
 usage: octavo serve [MODEL] [flags]     serve a model with an OpenAI-compatible API
        octavo serve --help              all flags
+       octavo doctor [MODEL] [flags]    look at this machine and try it out
        octavo help                      this text (also octavo --help)
        octavo --version
 
@@ -19,7 +21,8 @@ python -m server [MODEL] [flags] is the same as octavo serve [MODEL] [flags].
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1 (the engine died), 2 (could not start) or 130 (Ctrl-C).
+    """Runs one command and returns its exit code: 0, 1 (the engine died, or the doctor found something), 2 (could not
+    start) or 130 (Ctrl-C).
 
     A command is always named: nothing is served because a word was forgotten.
     """
@@ -35,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0
     if command == "serve":
-        return _run_serve(arguments[1:])
+        return _guarded(_serve, arguments[1:])
+    if command == "doctor":
+        return _guarded(_doctor, arguments[1:])
     if command == "--version":
-        return _run_serve(arguments[:1])
+        return _guarded(_serve, arguments[:1])
     return _refuse(_unknown(command))
 
 
@@ -49,25 +54,41 @@ def _unknown(command: str) -> str:
         return f"unknown command {command!r}: a model is served by 'octavo serve {command}'."
     near = difflib.get_close_matches(command.lower(), COMMANDS, n=1)
     hint = f": did you mean 'octavo {near[0]}'?" if near else "."
-    return f"unknown command {command!r}, there are {' and '.join(map(repr, COMMANDS))}{hint}"
+    return f"unknown command {command!r}, there are {', '.join(map(repr, COMMANDS[:-1]))} and {COMMANDS[-1]!r}{hint}"
 
 
-def _run_serve(arguments: list[str]) -> int:
+def _serve(arguments: list[str]) -> int:
     """`octavo serve`. The server is imported last: --help and a mistyped flag are answered at once."""
-    from configs.errors import StartupError
     from configs.load import load
 
-    try:
-        loaded = load(arguments)
-        if loaded.print_config:
-            print(loaded.describe())
-            return 0
-        refusal = preflight.foreign_kernels()
-        if refusal is not None:
-            return _refuse(refusal)
-        from server.app import serve
+    loaded = load(arguments)
+    if loaded.print_config:
+        with contextlib.suppress(BrokenPipeError):  # | head
+            print(loaded.describe(), flush=True)
+        return 0
+    refusal = preflight.foreign_kernels()
+    if refusal is not None:
+        return _refuse(refusal)
+    from server.app import serve
 
-        return serve(loaded.settings)
+    return serve(loaded.settings)
+
+
+def _doctor(arguments: list[str]) -> int:
+    refusal = preflight.foreign_kernels()
+    if refusal is not None:
+        return _refuse(refusal)
+    from server.doctor import run
+
+    return run(arguments)
+
+
+def _guarded(command: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """What went wrong becomes a sentence, and how it ended an exit code."""
+    from configs.errors import StartupError
+
+    try:
+        return command(arguments)
     except StartupError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:

@@ -10,9 +10,11 @@ from starlette.requests import Request
 from configs.settings import Settings
 from configs.version import VERSION
 from engine import EngineClient, EngineLoading, EngineReady, NotReady
+from server.aside import Aside
 from server.auth import Caller
 from server.errors import HTTPError, Problem
 from server.limits import HTTPLimits
+from server.logs import RequestLog
 from server.metrics import Metrics
 
 Readiness = Literal["ready", "loading", "draining", "dead", "overloaded"]
@@ -33,8 +35,16 @@ class ServerContext:
     limits: HTTPLimits = field(default_factory=HTTPLimits)
     loading: EngineLoading = field(default_factory=lambda: EngineLoading("starting"))
     """Progress, as the probes show it."""
+    log: RequestLog = field(init=False)
+    """The engine client's observer; passes on to `metrics`."""
+    aside: Aside = field(init=False)
+    """Threads for what would hold up the event loop."""
     fingerprint: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.log = RequestLog(self.metrics)
+        self.aside = Aside(self.limits)
 
     async def engine_ready(self) -> EngineReady:
         """Waits for the engine. Raises `StartupError` or `EngineDead`."""

@@ -21,6 +21,8 @@ from server.protocol.refusal import refusal
 
 LOADING_RETRY_SECONDS = 2.0
 DRAINING_RETRY_SECONDS = 5.0
+TYPES = {403: "permission_error", 429: "rate_limit_error"}
+"""What OpenAI calls the errors of these statuses; others go by their class."""
 NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -36,8 +38,8 @@ class Problem:
 
     @property
     def type(self) -> str:
-        if self.status == 429:
-            return "rate_limit_error"
+        if self.status in TYPES:
+            return TYPES[self.status]
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def body(self) -> dict[str, dict[str, str | None]]:
@@ -57,11 +59,13 @@ class HTTPError(Exception):
 
 @contextmanager
 def about(param: str) -> Iterator[None]:
-    """Names the field in refusals from where nobody knows which one it was: of a text, or of a prompt's length."""
+    """Names the field in refusals from where nobody knows which one it was: of a text, or of a prompt's length. Of
+    several prompts, the one it is about: `prompt.1`."""
     try:
         yield
     except InvalidRequest as error:
-        error.param = error.param or param
+        place = param if error.prompt is None else f"{param}.{error.prompt}"
+        error.param = error.param or place
         raise
 
 

@@ -5,16 +5,26 @@ autoscalers and gateways ask for. What is Octavo's own starts with `octavo_`.
 """
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from configs.version import VERSION
-from server.metrics import FINISH_REASONS, REQUEST_ENDS, Histogram, Metrics
+from server.metrics import (
+    EVICTION_REASONS,
+    FINISH_REASONS,
+    PREEMPTION_REASONS,
+    REJECTIONS,
+    REQUEST_ENDS,
+    Histogram,
+    Metrics,
+)
 
 PHASES = ("loading", "ready", "draining", "dead")
 ENGINE = "0"
@@ -39,8 +49,9 @@ def _labelled(kind: Family, name: str, about: str, labels: tuple[str, ...], samp
     return family
 
 
-def _by_reason(name: str, about: str, counts: Mapping[str, float]) -> Metric:
-    return _labelled(CounterMetricFamily, name, about, ("reason",), (((key,), n) for key, n in counts.items()))
+def _by_reason(name: str, about: str, known: Sequence[str], counts: Mapping[str, float]) -> Metric:
+    every = {**dict.fromkeys(known, 0), **counts}
+    return _labelled(CounterMetricFamily, name, about, ("reason",), (((key,), n) for key, n in every.items()))
 
 
 def _add_histogram(family: HistogramMetricFamily, labels: tuple[str, ...], histogram: Histogram) -> None:
@@ -79,9 +90,15 @@ class OctavoCollector(Collector):
 
     def _http(self) -> Iterator[Metric]:
         m = self._metrics
-        ends = {reason: m.requests_finished[reason] for reason in REQUEST_ENDS}
-        yield _by_reason("octavo_requests_finished", "Requests for tokens by how they ended, each counted once.", ends)
-        yield _by_reason("octavo_requests_rejected", "Requests refused at the door, by reason.", m.rejections)
+        yield _by_reason(
+            "octavo_requests_finished",
+            "Requests for tokens by how they ended, each counted once.",
+            REQUEST_ENDS,
+            m.requests_finished,
+        )
+        yield _by_reason(
+            "octavo_requests_rejected", "Requests refused at the door, by reason.", REJECTIONS, m.rejections
+        )
         yield _counter("octavo_client_disconnects", "Requests whose client went away first.", m.disconnects)
         yield _labelled(
             CounterMetricFamily,
@@ -127,7 +144,7 @@ class OctavoCollector(Collector):
         )
         yield _counter("octavo_kv_page_copies", "Pages copied on write.", m.total("copies_total"))
         evictions = m.total_by_reason("evictions_total")
-        yield _by_reason("octavo_kv_evictions", "Cached pages given up, by reason.", evictions)
+        yield _by_reason("octavo_kv_evictions", "Cached pages given up, by reason.", EVICTION_REASONS, evictions)
         yield _counter(
             "octavo_prefill_tokens_saved", "Prompt tokens taken from the cache.", m.total("prefix_hits_total")
         )
@@ -152,7 +169,7 @@ class OctavoCollector(Collector):
         )
         yield _counter("octavo_generated_tokens", "Generated tokens handed to readers.", m.generated_tokens)
         preemptions = m.total_by_reason("preemptions_total")
-        yield _by_reason("octavo_preemptions", "Sequences preempted, by reason.", preemptions)
+        yield _by_reason("octavo_preemptions", "Sequences preempted, by reason.", PREEMPTION_REASONS, preemptions)
         yield _counter("octavo_steps", "Engine steps.", m.total("steps_total"))
         yield _gauge("octavo_step_tokens", "Tokens in the latest step.", stats.scheduled_tokens)
         parts = [((part,), m.total(f"{part}_seconds_total")) for part in ("schedule", "execute", "update")]
@@ -162,7 +179,8 @@ class OctavoCollector(Collector):
 
 
 class CompatCollector(Collector):
-    """The names that dashboards, autoscalers and gateways built for vLLM ask for."""
+    """The names that dashboards, autoscalers and gateways built for vLLM ask for. Those with `gpu_` are what vLLM once
+    called the same numbers."""
 
     def __init__(self, metrics: Metrics, gpu_memory_utilization: float | None) -> None:
         self._metrics = metrics
@@ -190,8 +208,9 @@ class CompatCollector(Collector):
         yield self._one(gauge, "num_requests_waiting", "Sequences waiting.", stats.waiting)
         waiting = {"capacity": stats.waiting, "deferred": 0}
         yield self._several(gauge, "num_requests_waiting_by_reason", "Sequences waiting, by reason.", "reason", waiting)
-        used = stats.pages_active / stats.pages_total if stats.pages_total else 0.0
-        yield self._one(gauge, "kv_cache_usage_perc", "Share of the pages in use, 0 to 1; cached pages are free.", used)
+        used = max(stats.pages_active / stats.pages_total if stats.pages_total else 0.0, stats.window_usage)
+        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
+            yield self._one(gauge, name, "Share of the pages in use, 0 to 1; cached pages are free.", used)
         yield self._cache_config()
 
     def _cache_config(self) -> Metric:
@@ -215,8 +234,10 @@ class CompatCollector(Collector):
     def _counters(self) -> Iterator[Metric]:
         m, counter = self._metrics, CounterMetricFamily
         hits, computed = m.total("prefix_hits_total"), m.total("prefill_tokens_total")
-        yield self._one(counter, "prefix_cache_queries", "Prompt tokens looked up.", m.total("prefix_queries_total"))
-        yield self._one(counter, "prefix_cache_hits", "Prompt tokens found in the cache.", hits)
+        for age in ("", "gpu_"):
+            queries = m.total("prefix_queries_total")
+            yield self._one(counter, f"{age}prefix_cache_queries", "Prompt tokens looked up.", queries)
+            yield self._one(counter, f"{age}prefix_cache_hits", "Prompt tokens found in the cache.", hits)
         preemptions = sum(m.total_by_reason("preemptions_total").values())
         yield self._one(counter, "num_preemptions", "Sequences preempted.", preemptions)
         yield self._one(counter, "prompt_tokens", "Prompt tokens processed, cached ones included.", hits + computed)
@@ -278,6 +299,10 @@ def build_registry(
 
 
 def render(registry: CollectorRegistry, accept: str | None) -> tuple[bytes, str]:
-    """(body, content type) in the format the scraper asked for."""
+    """(body, content type) in the format the scraper asked for.
+
+    Our names are legal in every format and are never escaped: the client library's way of escaping would make a colon
+    an underscore for a scraper that does not ask for UTF-8, as Prometheus 2 does not.
+    """
     encoder, content_type = choose_encoder(accept or "")
-    return encoder(registry), content_type
+    return cast(Callable[..., bytes], encoder)(registry, escaping=ALLOWUTF8), content_type

@@ -140,6 +140,7 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -153,6 +154,7 @@ async def collect(generation: Generation, count: int) -> list[Choice]:
         pieces[delta.index].append(delta.text)
         choice.token_ids.extend(delta.token_ids)
         choice.logprobs.extend(delta.logprobs or ())
+        choice.prompt_logprobs = choice.prompt_logprobs or delta.prompt_logprobs
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
     for choice, texts in zip(choices, pieces, strict=True):

@@ -1,5 +1,6 @@
-"""uvicorn's HTTP protocol with what it lacks: a bound on a request's head, in bytes and seconds, and our error envelope
-and request id for what is not HTTP.
+"""uvicorn's HTTP protocol with what it lacks: a bound on a request's head, in bytes and seconds, our error envelope and
+request id for what is not HTTP, an eye on the connection's end while requests wait for one another, and upgrades that
+are ignored, not stumbled over.
 
 A bad head never becomes a request: it is answered here, once the answers before it are out, and the connection closes.
 A bad body belongs to a request that may be under way: `read_body` is told, and the answer comes the usual way.
@@ -9,14 +10,20 @@ import asyncio
 import socket
 from http import HTTPStatus
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.errors import Problem
-from server.middleware import access, request_id_from
+from server.logs import access
+from server.middleware import request_id_from
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
+MAX_PIPELINED = 16
+MAX_PIPELINED_BYTES = 1 << 20
+"""Of requests that wait for the answers before theirs. What is more stays unread, and with it the connection's end."""
 INVALID = Problem(400, "This is not a valid HTTP request.", code="invalid_http")
 INVALID_BODY = Problem(400, "The request body breaks off: its chunks are not valid HTTP.", code="invalid_http")
 TOO_LARGE = Problem(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
@@ -32,9 +39,14 @@ class BoundedHTTP(HttpToolsProtocol):
     """The parser has lost its way: what still comes means nothing."""
     _last_answer = b""
     """Waits for the answers before it."""
+    _answering: RequestResponseCycle | None = None
+    """The request that is being answered, while those that came after it wait in `pipeline`."""
+    _offers_upgrade = False
+    """The head just read belongs to a request that asks for another protocol."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.access_log = False  # uvicorn's line holds the query, and whatever clients write there; ours is another
         connection = transport.get_extra_info("socket")
         if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
             # asyncio leaves Nagle's algorithm on where the listener did not name its protocol: what follows a first
@@ -45,16 +57,45 @@ class BoundedHTTP(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         super().connection_lost(exc)
+        for cycle in (self._answering, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         if self._is_broken:
             return
         was_open = self._is_open
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if was_open and self._is_open:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(TOO_LARGE)
+
+    def _feed(self, data: bytes) -> None:
+        """An offer to change protocols is ignored (RFC 9110, section 7.8), but the parser stops there, before the body:
+        another one begins again, with a head that has no such offer."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                if not self._offers_upgrade:
+                    return
+                self._offers_upgrade = False
+                data = self._head_without_upgrade() + data[stop.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        fields = b"".join(b"%b: %b\r\n" % pair for pair in self.headers if pair[0] != b"upgrade")
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, fields)
 
     def on_message_begin(self) -> None:
         self._timer.cancel()
@@ -71,10 +112,30 @@ class BoundedHTTP(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._timer.cancel()
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._offers_upgrade = True
+            return
         super().on_headers_complete()
         self._is_open, self._in_body = False, True
+        self._read_on()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Requests that wait must not hide that the client has gone."""
+        held = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if 0 < len(self.pipeline) <= MAX_PIPELINED and held <= MAX_PIPELINED_BYTES:
+            self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
         self._in_body = False
         super().on_message_complete()
 
@@ -120,7 +181,8 @@ class BoundedHTTP(HttpToolsProtocol):
         self._is_broken = True
         sent = dict(self.headers or ()).get(b"x-request-id", b"") if self._is_open else b""
         request_id = request_id_from(sent.decode("latin-1"))
-        access.info("- - %d 0.000s id=%s", problem.status, request_id)
+        fields = {"id": request_id, "status": problem.status}
+        access.info("- - %d 0.000s id=%s", problem.status, request_id, extra={"fields": fields})
         body = msgspec.json.encode(problem.body())
         head = (
             f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\ncontent-type: application/json\r\n"

@@ -20,8 +20,14 @@ class HTTPLimits:
     """Time a reader may leave a stream's bytes unread before its request is aborted."""
     report_seconds: float = 5.0
     """Time the engine has to answer GET /debug/kv."""
-    encode_inline_chars: int = 1024
-    """Texts up to this length are tokenised on the event loop; longer ones in a thread, so that they delay nobody."""
+    inline_size: int = 1024
+    """Texts of up to so many characters are tokenised on the event loop; longer ones in a thread, to delay nobody."""
+    light_size: int = 1 << 16
+    """Texts longer than this wait for one another: `heavy_width` of them are worked on at once."""
+    light_width: int = 4
+    heavy_width: int = 2
+    parse_size: int = 1 << 18
+    """Bodies of more bytes are parsed in a thread."""
 
 
 async def read_body(request: Request, limits: HTTPLimits) -> bytes:

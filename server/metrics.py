@@ -15,6 +15,10 @@ from engine import EngineReady, RequestSummary, Stats
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 REQUEST_ENDS = (*FINISH_REASONS, "rejected")
+REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "queue_timeout", "loading", "draining", "dead")
+PREEMPTION_REASONS = ("no_pages_left", "yielded_to_earlier")
+EVICTION_REASONS = ("allocation", "duplicate", "window", "failed_step")
+"""Counters by reason start at 0 for these: a series that began at 1 would hide its first event from rate()."""
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES = (1, 2, 5, 10, 20)

@@ -3,6 +3,7 @@
 Plain ASGI: `receive` goes through untouched, so that a disconnect reaches the handler at once.
 """
 
+import asyncio
 import logging
 import re
 import time
@@ -11,11 +12,12 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine import NotReady
 from server.auth import PROBES
 from server.errors import problem_of
+from server.logs import RequestLog
 from server.metrics import Metrics
 
-access = logging.getLogger("octavo.access")
 logger = logging.getLogger("octavo.server")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+=/-]{1,128}", re.ASCII)
@@ -29,11 +31,16 @@ def request_id_from(text: str | None) -> str:
 
 
 class RequestContext:
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: RequestLog, root_path: str = "") -> None:
+        """`root_path`: the path under which a proxy shows us; whoever comes after this layer never sees it."""
         self._app = app
         self._metrics = metrics
+        self._log = log
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._root_path and scope.get("path", "").startswith(self._root_path + "/"):
+            scope["path"] = scope["path"][len(self._root_path) :]
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         request_id = request_id_from(Headers(scope=scope).get("x-request-id"))
@@ -49,6 +56,10 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server ends, and this request's time is up
+            if status == 0:
+                ending = NotReady("The server is shutting down and the time for this request has run out.", "draining")
+                await problem_of(ending).response()(scope, receive, send_with_id)
         except Exception as error:
             logger.exception("request %s failed", request_id)
             if status == 0:
@@ -63,4 +74,5 @@ class RequestContext:
         # The template, not the path: labels must stay few whatever clients ask for.
         handler = getattr(scope.get("route"), "path", "none")
         self._metrics.http_request(handler, scope["method"], status, seconds)
-        access.info("%s %r %d %.3fs id=%s", scope["method"], scope["path"], status or 499, seconds, request_id)
+        request = {"id": request_id, "method": scope["method"], "path": scope["path"], "route": handler}
+        self._log.write({**request, "status": status, "seconds": seconds}, scope["state"].get("engine_id"))

@@ -17,9 +17,12 @@ def accepts(shape: type[Body]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def describe(app: FastAPI, shapes: list[type[Body]]) -> dict[str, Any]:
+def describe(app: FastAPI, shapes: list[type[Body]], root_path: str = "") -> dict[str, Any]:
     """The whole document."""
-    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    servers = [{"url": root_path}] if root_path else None
+    document = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes, servers=servers
+    )
     _, schemas = models_json_schema([(shape, "validation") for shape in shapes], ref_template=REFERENCE)
     document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
     return document

@@ -10,20 +10,22 @@ The socket is bound before anything is loaded: a taken port costs nothing, and p
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TypeVar
+from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from configs.settings import Settings
-from engine import EngineClient, EngineLoading, Launch, QueueLimits, ServedModel, StartupError, resolve
+from configs.settings import Settings, flag
+from engine import EngineClient, EngineLoading, Launch, QueueLimits, ServedModel, StartupError, is_json, resolve
+from server.aside import Lane
 from server.banner import Progress, startup_block
 from server.context import ServerContext
 from server.http_protocol import BoundedHTTP
@@ -36,8 +38,8 @@ DEAD_SECONDS = 2.0
 FLUSH_SECONDS = 3
 """Time that responses have to reach their readers at the end."""
 FORCED_SECONDS = 1.0
-
-Result = TypeVar("Result")
+ENCRYPTED_KEY = b"ENCRYPTED"
+"""Stands in the head of an encrypted private key, in both of PEM's forms for them."""
 
 
 class _Server(uvicorn.Server):
@@ -51,24 +53,35 @@ class _Server(uvicorn.Server):
 class Serving:
     def __init__(self, context: ServerContext, app: ASGIApp) -> None:
         self._context = context
-        self._app = app
+        self._http = http_config(app, context.settings)
         self._stop = asyncio.Event()
         self._forced = asyncio.Event()
         self._signal = 0
-        self._progress = Progress(sys.stderr)
+        settings = context.settings
+        self._progress = Progress(None if is_json(settings.log_format, sys.stderr) else sys.stderr)
 
     def run(self) -> int:
         """Returns the exit code. Raises `StartupError`."""
+        load_certificates(self._http, self._context.settings)
         listener = bind(self._context.settings)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(self._main(listener))
+            code = runner.run(self._main(listener))
+        self._leave_threads(code)
+        return code
+
+    def _leave_threads(self, code: int) -> None:
+        """Ends the process here where a thread still works: the interpreter's own end would stumble over it."""
+        if self._context.aside.is_busy:
+            logging.shutdown()
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            os._exit(code)
 
     async def _main(self, listener: socket.socket) -> int:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._signalled, number)
-        http = _Server(http_config(self._app))
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        http = _Server(self._http)
         answering = asyncio.create_task(http.serve(sockets=[listener]))
         living = asyncio.create_task(self._live(listener))
         forced = asyncio.create_task(self._forced.wait())
@@ -95,8 +108,9 @@ class Serving:
             dying = asyncio.create_task(self._context.engine().ended())
             await asyncio.wait({dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not dying.done():
-                logger.info("draining; open requests have %g s", self._context.settings.shutdown_timeout)
-                await self._context.engine().drain(self._context.settings.shutdown_timeout)
+                patience = self._context.settings.shutdown_timeout
+                logger.info("draining: open requests have %g s; a second signal (Ctrl-C) stops at once", patience)
+                await self._context.engine().drain(patience)
             if self._context.phase == "dead":
                 logger.error("the engine has stopped: %s", self._context.engine().failure)
                 await asyncio.sleep(DEAD_SECONDS)
@@ -113,13 +127,13 @@ class Serving:
         context, settings = self._context, self._context.settings
 
         def fetch() -> tuple[Launch, ServedModel]:
-            source = resolve(settings.model, progress=lambda phase, done: self._report(EngineLoading(phase, done)))
+            source = resolve(settings, progress=lambda phase, done: self._report(EngineLoading(phase, done)))
             self._report(EngineLoading("reading the tokenizer"))
             served = ServedModel.load(source, settings)
             return served.launch(source, settings), served
 
-        launch, served = await _in_thread(fetch)
-        context.client = await EngineClient.start(launch, served, queue_limits(context), context.metrics, self._report)
+        launch, served = await Lane("fetch-model", 1).run(fetch)
+        context.client = await EngineClient.start(launch, served, queue_limits(context), context.log, self._report)
         await context.engine_ready()
 
     def _report(self, loading: EngineLoading) -> None:
@@ -134,20 +148,32 @@ class Serving:
         print(startup_block(client.model.name, client.info, self._context.settings, host, port), flush=True)
 
     async def _close(self) -> None:
+        self._context.log.throughput.close()
         if self._context.client is not None:
             limit = FORCED_SECONDS if self._forced.is_set() else None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._context.client.close(), limit)
 
     def _signalled(self, number: int) -> None:
-        """The first signal drains, the second ends at once."""
-        (self._forced if self._stop.is_set() else self._stop).set()
+        """The first signal drains, the second ends at once, whatever then still hangs: the engine goes with us."""
         self._signal = number
+        if not self._stop.is_set():
+            self._stop.set()
+        elif not self._forced.is_set():
+            self._forced.set()
+            last = threading.Timer(2 * FORCED_SECONDS, os._exit, (128 + number,))
+            last.daemon = True
+            last.start()
 
 
-def http_config(app: ASGIApp) -> uvicorn.Config:
+def http_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_keyfile_password=settings.ssl_keyfile_password,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
         http=BoundedHTTP,
         ws="none",
         log_config=None,
@@ -157,6 +183,28 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
         lifespan="off",
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
+
+
+def load_certificates(config: uvicorn.Config, settings: Settings) -> None:
+    """Raises `StartupError` where a file of --ssl-* cannot be read or used."""
+    for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+        if settings.ssl_certfile is None and getattr(settings, name) is not None:
+            raise StartupError(f"{flag(name)} needs --ssl-certfile.")
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        file = getattr(settings, name)
+        try:
+            if file is not None and ENCRYPTED_KEY in Path(file).read_bytes() and settings.ssl_keyfile_password is None:
+                # OpenSSL would ask for it at the terminal, and wait.
+                raise StartupError(f"{flag(name)} {file} is encrypted: give --ssl-keyfile-password.")
+        except OSError as error:
+            raise StartupError(
+                f"{flag(name)} {file} cannot be read: {(error.strerror or str(error)).lower()}."
+            ) from None
+    try:
+        config.load()
+    except (ssl.SSLError, OSError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        raise StartupError(f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {reason}.") from None
 
 
 def queue_limits(context: ServerContext) -> QueueLimits:
@@ -189,24 +237,3 @@ def bind(settings: Settings) -> socket.socket:
         raise StartupError(f"cannot listen on {host} port {port}: {reason}; choose another with --port.") from None
     listener.setblocking(False)
     return listener
-
-
-async def _in_thread(work: Callable[[], Result]) -> Result:
-    """A daemon thread's result: unlike the loop's executor it does not hold up the end of the process."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def settle(done: Callable[[], None]) -> None:
-        if not future.cancelled():
-            done()
-
-    def run() -> None:
-        try:
-            done = partial(future.set_result, work())
-        except BaseException as error:
-            done = partial(future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile: nobody waits
-            loop.call_soon_threadsafe(settle, done)
-
-    threading.Thread(target=run, name="fetch-model", daemon=True).start()
-    return await future

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -26,8 +26,11 @@ logger = logging.getLogger("octavo.server")
 
 Result = TypeVar("Result")
 
+GONE_STATUS = 499
+"""For the log: nobody reads it."""
 
-class ClientGone(Exception):
+
+class ClientGone(ClientDisconnect):
     """Nobody is there to read an answer."""
 
 

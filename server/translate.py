@@ -1,28 +1,37 @@
 """The only way from OpenAI's words to ours: a checked body becomes `Work` for the engine and an `Answer` for the
 client."""
 
-import asyncio
 import math
 import re
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Sized
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from msgspec.structs import replace
 from starlette.requests import Request
 
-from engine import MAX_STOP_STRING_CHARS, EngineClient, Envelope, InvalidRequest, SamplingParams
+from engine import (
+    MAX_STOP_STRING_CHARS,
+    ContextLengthExceeded,
+    EngineClient,
+    Envelope,
+    InvalidRequest,
+    SamplingParams,
+    about_prompt,
+)
 from server.context import ServerContext, caller_of
 from server.errors import about
 from server.generation import Work
 from server.middleware import request_id_from
 from server.protocol.answer import Answer, AnswerInfo
-from server.protocol.chat import MAX_CONTENT_PARTS, ChatBody, TemplateBody
+from server.protocol.body import num_values
+from server.protocol.chat import MAX_CONTENT_PARTS, MAX_TEMPLATE_VALUES, ChatBody, TemplateBody
 from server.protocol.chat_answer import ChatAnswer
 from server.protocol.completion import CompletionBody
 from server.protocol.completion_answer import CompletionAnswer
-from server.protocol.logprobs import TokenSpelling
+from server.protocol.logprobs import ShownLogprobs, TokenSpelling
 from server.protocol.sampling import GenerationBody
 from server.protocol.unsupported import CHAT, COMPLETION, refuse
 
@@ -37,8 +46,6 @@ MAX_LOGPROBS = 1 << 19
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}", re.ASCII)
 TIER_PRIORITY = {"priority": -1, "fast": -1, "flex": 1}
 
-Result = TypeVar("Result")
-
 
 async def chat(context: ServerContext, client: EngineClient, body: ChatBody, request: Request) -> tuple[Work, Answer]:
     """Raises `InvalidRequest`, or `HTTPError` for an unknown model."""
@@ -50,14 +57,15 @@ async def chat(context: ServerContext, client: EngineClient, body: ChatBody, req
     limit, name = body.max_completion_tokens, "max_completion_tokens"
     if limit is None:
         limit, name = body.max_tokens, "max_tokens"
-    params = await _params(context, client, body, limit, name, top)
-    window = None if body.truncate_prompt_tokens is not None else window_of(client)
-    ids = await conversation(context, client, body, body.reasoning_effort, window)
+    params = await _params(context, client, body, limit, name, ShownLogprobs(top, body.prompt_logprobs))
+    must_fit = body.truncate_prompt_tokens is None
+    ids = await conversation(context, client, body, body.reasoning_effort, must_fit)
     prompts = [truncated(client, ids, body, params)]
     params = with_room_for_logprobs(client, body, params, limit, prompts)
     work = Work(prompts, params, envelope_of(context, body, request))
     info = answer_info(context, body, f"chatcmpl-{request_id_of(body, request)}", model, work.prompts)
-    return work, ChatAnswer(info, TokenSpelling(client.tokenizer, params.skip_special_tokens), top)
+    spelling = TokenSpelling(client.tokenizer, params.skip_special_tokens)
+    return work, ChatAnswer(info, spelling, ShownLogprobs(top, body.prompt_logprobs))
 
 
 async def completion(
@@ -70,7 +78,12 @@ async def completion(
         message = f"best_of other than n = {body.n or 1} is not supported, got {body.best_of}."
         raise InvalidRequest(message, "best_of", "unsupported_parameter")
     limit = max(COMPLETION_MAX_TOKENS, body.min_tokens or 0) if body.max_tokens is None else body.max_tokens
-    params = await _params(context, client, body, limit, "max_tokens", body.logprobs)
+    echo = bool(body.echo)
+    scored = [top for top in (body.prompt_logprobs, body.logprobs if echo else None) if top is not None]
+    if echo and limit == 0 and not scored:
+        scored = [0]  # nothing is to be computed, yet the answer has to say so
+    wanted = ShownLogprobs(body.logprobs, max(scored, default=None))
+    params = await _params(context, client, body, limit, "max_tokens", wanted)
     prompts = [truncated(client, ids, body, params) for ids in await encoded_prompts(context, client, body)]
     if len(prompts) * params.n > MAX_CHOICES:
         message = f"{len(prompts)} prompts times n = {params.n} are more than {MAX_CHOICES} choices."
@@ -79,7 +92,8 @@ async def completion(
     work = Work(prompts, params, envelope_of(context, body, request))
     info = answer_info(context, body, f"cmpl-{request_id_of(body, request)}", model, prompts)
     spelling = TokenSpelling(client.tokenizer, params.skip_special_tokens)
-    return work, CompletionAnswer(info, spelling, body.logprobs, params.n)
+    shown = ShownLogprobs(body.logprobs, body.prompt_logprobs)
+    return work, CompletionAnswer(info, spelling, shown, params.n, echo)
 
 
 # ---------------------------------------------------------------------- sampling
@@ -89,20 +103,23 @@ async def _params(
     body: GenerationBody,
     limit: int | None,
     limit_name: str,
-    logprobs: int | None,
+    wanted: ShownLogprobs,
 ) -> SamplingParams:
     """`sampling_params`, off the event loop where there is much to tokenise."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs are not sent in streams.", "prompt_logprobs", "invalid_value")
     size = sum(map(len, body.bad_words or ()))
-    return await _aside(context, size, lambda: sampling_params(client, body, limit, limit_name, logprobs))
+    return await context.aside.run(size, lambda: sampling_params(client, body, limit, limit_name, wanted))
 
 
 def sampling_params(
-    client: EngineClient, body: GenerationBody, limit: int | None, limit_name: str, logprobs: int | None
+    client: EngineClient, body: GenerationBody, limit: int | None, limit_name: str, wanted: ShownLogprobs
 ) -> SamplingParams:
     """What the request says, else what the model's authors chose, else neutral values. Raises `InvalidRequest`."""
     defaults = client.model.generation_defaults
-    if limit is not None and limit < 1:
-        raise InvalidRequest(f"{limit_name} must be at least 1, got {limit}.", limit_name, "invalid_value")
+    least = 1 if wanted.prompt is None else 0
+    if limit is not None and limit < least:
+        raise InvalidRequest(f"{limit_name} must be at least {least}, got {limit}.", limit_name, "invalid_value")
     if limit is None and "max_tokens" in defaults:
         limit = int(defaults["max_tokens"])
     given: dict[str, Any] = {
@@ -127,7 +144,7 @@ def sampling_params(
     }
     chosen: dict[str, Any] = {name: defaults.get(name) if value is None else value for name, value in given.items()}
     explicit: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    params = SamplingParams(max_tokens=limit, logprobs=logprobs, **explicit)
+    params = SamplingParams(max_tokens=limit, logprobs=wanted.output, prompt_logprobs=wanted.prompt, **explicit)
     _refuse_nothing_allowed(client, params)
     return params
 
@@ -138,23 +155,28 @@ def with_room_for_logprobs(
     """An answer in one piece holds a bounded number of log-probabilities. Raises `InvalidRequest` where the request
     asks for more; where it says nothing of its length (`limit` is None), the answer ends where that room does."""
     window = window_of(client)
-    if body.stream or params.logprobs is None or window is None:
+    if body.stream or window is None or params.logprobs is params.prompt_logprobs is None:
         return params
-    each = params.n * (1 + params.logprobs)  # for one more token of every choice of a prompt
+    room = MAX_LOGPROBS
+    if params.prompt_logprobs is not None:
+        room -= params.n * (1 + params.prompt_logprobs) * sum(map(len, prompts))
+    each = 0 if params.logprobs is None else params.n * (1 + params.logprobs)  # for a token of each choice of a prompt
 
     def total(tokens: int) -> int:
         return each * sum(min(tokens, max(window - len(prompt), 0)) for prompt in prompts)
 
     asked = params.min_tokens if limit is None else limit
-    if total(asked) > MAX_LOGPROBS:
+    if total(asked) > room:
+        name = "logprobs" if room == MAX_LOGPROBS else "prompt_logprobs"
         message = (
-            f"logprobs: {len(prompts) * params.n} choices of {asked} tokens with {1 + params.logprobs} "
-            f"log-probabilities each make {total(asked)}; an answer that is not streamed has room for {MAX_LOGPROBS}."
+            f"{name}: {len(prompts) * params.n} choices of {asked} tokens and their prompts make "
+            f"{total(asked) + MAX_LOGPROBS - room} log-probabilities; an answer that is not streamed has room for "
+            f"{MAX_LOGPROBS}."
         )
-        raise InvalidRequest(message, "logprobs", "invalid_value")
-    if limit is not None or total(params.max_tokens or window) <= MAX_LOGPROBS:
+        raise InvalidRequest(message, name, "invalid_value")
+    if limit is not None or total(params.max_tokens or window) <= room:
         return params
-    return replace(params, max_tokens=MAX_LOGPROBS // (each * len(prompts)))
+    return replace(params, max_tokens=room // (each * len(prompts)))
 
 
 def _refuse_nothing_allowed(client: EngineClient, params: SamplingParams) -> None:
@@ -206,27 +228,47 @@ def _bad_words(client: EngineClient, words: list[str]) -> tuple[tuple[int, ...],
 async def encoded_prompts(context: ServerContext, client: EngineClient, body: CompletionBody) -> list[list[int]]:
     """Token ids of each prompt. In raw text, control tokens are parsed."""
     prompt = body.prompt
-    window = None if body.truncate_prompt_tokens is not None else window_of(client)
+    must_fit = body.truncate_prompt_tokens is None
     if isinstance(prompt, str):
-        return await encoded(context, client, [prompt], body.add_special_tokens, window)
+        return await encoded(context, client, [prompt], body.add_special_tokens, must_fit)
     texts = [text for text in prompt if isinstance(text, str)]
     if texts:
-        return await encoded(context, client, texts, body.add_special_tokens, window)
+        return await encoded(context, client, texts, body.add_special_tokens, must_fit)
     lists = [ids for ids in prompt if isinstance(ids, list)]
-    return lists or [[token for token in prompt if isinstance(token, int)]]
+    lists = lists or [[token for token in prompt if isinstance(token, int)]]
+    window = window_of(client)
+    for number, ids in enumerate(lists):
+        if must_fit and window is not None and len(ids) > window:  # before anything goes through the ids
+            with _about_one(number, lists):
+                raise ContextLengthExceeded(window, len(ids))
+    return lists
 
 
 async def encoded(
-    context: ServerContext, client: EngineClient, texts: list[str], add_special_tokens: bool | None, window: int | None
+    context: ServerContext, client: EngineClient, texts: list[str], add_special_tokens: bool | None, must_fit: bool
 ) -> list[list[int]]:
-    """Special tokens are added unless the request says no. Raises `ContextLengthExceeded` for a text that cannot fit
-    `window`, before it is tokenised; None: any length."""
+    """Special tokens are added unless the request says no. Raises `InvalidRequest` for a text that is longer than any
+    that is tokenised, with `must_fit` `ContextLengthExceeded` for one that the window cannot hold."""
     special, size = add_special_tokens is not False, sum(map(len, texts))
-    for text in texts:
-        client.tokenizer.check_fits(text, window)
-    return await _aside(
-        context, size, lambda: [client.tokenizer.encode(text, add_special_tokens=special) for text in texts]
-    )
+    tokenizer, window = client.tokenizer, window_of(client)
+
+    def encode() -> list[list[int]]:
+        tokens = []
+        for number, text in enumerate(texts):
+            with _about_one(number, texts):
+                tokens.append(tokenizer.encode(text, add_special_tokens=special))
+        return tokens
+
+    for number, text in enumerate(texts):
+        with _about_one(number, texts):
+            if must_fit:
+                tokenizer.check_fits(text, window)
+            tokenizer.check_length(text, window)
+    return await context.aside.run(size, encode)
+
+
+def _about_one(number: int, prompts: Sized) -> AbstractContextManager[None]:
+    return about_prompt(number) if len(prompts) > 1 else nullcontext()
 
 
 async def conversation(
@@ -234,22 +276,25 @@ async def conversation(
     client: EngineClient,
     body: TemplateBody,
     reasoning_effort: str | None = None,
-    window: int | None = None,
+    must_fit: bool = False,
 ) -> list[int]:
     """Token ids of the rendered conversation: messages, template arguments and all. Only the template's own text
-    becomes control tokens. `window` as in `encoded`."""
+    becomes control tokens. `must_fit` as in `encoded`."""
     messages = body.messages or []
     num_parts = sum(message.num_parts for message in messages)
     if num_parts > MAX_CONTENT_PARTS:
         message = f"All messages together may have at most {MAX_CONTENT_PARTS} content parts, got {num_parts}."
+        raise InvalidRequest(message, "messages", "invalid_value")
+    if num_values(messages, body.chat_template_kwargs, limit=MAX_TEMPLATE_VALUES) > MAX_TEMPLATE_VALUES:
+        message = f"messages and chat_template_kwargs may have at most {MAX_TEMPLATE_VALUES} values in all."
         raise InvalidRequest(message, "messages", "invalid_value")
     extra = dict(body.chat_template_kwargs or {})
     if reasoning_effort is not None:
         extra.setdefault("reasoning_effort", reasoning_effort)
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return await _aside(
-        context,
+    window = window_of(client)
+    return await context.aside.run(
         body.num_bytes,
         lambda: client.chat.render(
             [message.model_dump(exclude_none=True) for message in messages],
@@ -257,6 +302,7 @@ async def conversation(
             continue_final_message=continues,
             template_kwargs=extra,
             window=window,
+            must_fit=must_fit,
         ),
     )
 
@@ -271,22 +317,17 @@ async def decoded(context: ServerContext, client: EngineClient, tokens: list[int
                 raise InvalidRequest(f"tokens holds {token}; ids are 0 to {size - 1}.", "tokens", "invalid_value")
         return client.tokenizer.decode(tokens, skip_special_tokens=False)
 
-    return await _aside(context, len(tokens), decode)
+    return await context.aside.run(len(tokens), decode)
 
 
 async def token_texts(context: ServerContext, client: EngineClient, tokens: list[int]) -> list[str]:
     """Each token on its own."""
-    return await _aside(context, len(tokens), lambda: [client.tokenizer.token_text(token) for token in tokens])
+    return await context.aside.run(len(tokens), lambda: [client.tokenizer.token_text(token) for token in tokens])
 
 
 def window_of(client: EngineClient) -> int | None:
     """None while the engine is loading."""
     return None if client.info is None else client.info.cache.max_model_len
-
-
-async def _aside(context: ServerContext, size: int, work: Callable[[], Result]) -> Result:
-    """Short texts are quicker done here than handed over; long ones must not hold up other requests' streams."""
-    return work() if size <= context.limits.encode_inline_chars else await asyncio.to_thread(work)
 
 
 def truncated(client: EngineClient, ids: list[int], body: GenerationBody, params: SamplingParams) -> list[int]:
@@ -307,9 +348,13 @@ def envelope_of(context: ServerContext, body: GenerationBody, request: Request) 
     tenant = caller_of(request).tenant
     if body.cache_salt == "":
         raise InvalidRequest("cache_salt must not be empty.", "cache_salt", "invalid_value")
+    if body.priority and context.settings.scheduling_policy != "priority":
+        message = f"priority {body.priority} needs a server started with --scheduling-policy priority."
+        raise InvalidRequest(message, "priority", "unsupported_parameter")
     priority = body.priority if body.priority is not None else TIER_PRIORITY.get(body.service_tier or "", 0)
+    request.state.engine_id = f"{request_id_of(body, request)}~{uuid.uuid4().hex[:8]}"  # for the log
     return Envelope(
-        request_id=f"{request_id_of(body, request)}~{uuid.uuid4().hex[:8]}",
+        request_id=request.state.engine_id,
         salt=cache_salt(tenant if context.settings.cache_sharing == "key" else None, body.cache_salt),
         tenant=tenant,
         priority=priority,

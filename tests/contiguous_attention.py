@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from torch.nn import functional
 
+from configs.model import ModelConfig
 from engine.model.interface import ForwardBatch
 
 
@@ -13,18 +14,23 @@ class ContiguousAttention:
 
     name = "contiguous (test)"
 
+    def __init__(self, config: ModelConfig) -> None:
+        self.windows = config.layer_windows
+
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, scale: float
     ) -> torch.Tensor:
         starts = batch.query_start.tolist()
         rows = [slice(start, end) for start, end in pairwise(starts)]
         assert [part.stop - part.start for part in rows] == batch.seq_lens.tolist(), "whole sequences only"
-        return torch.cat([self._attend(q[part], k[part], v[part]) for part in rows])
+        return torch.cat([self._attend(layer, q[part], k[part], v[part], scale) for part in rows])
 
-    @staticmethod
-    def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        seen = (distance >= 0) & (distance < (self.windows[layer] or len(q)))
         heads = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-        out = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        grouped = q.shape[1] != k.shape[1]
+        out = functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=grouped)
         return out[0].transpose(0, 1).flatten(1)
 
 
@@ -36,9 +42,9 @@ def whole_sequences(sequences: list[list[int]], logit_rows: list[int] | None = N
     return ForwardBatch(
         input_ids=torch.tensor(ids),
         positions=torch.cat([torch.arange(length) for length in lengths]),
-        slot_mapping=torch.arange(len(ids)),
+        slot_mapping=(torch.arange(len(ids)),),
         query_start=starts,
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        block_tables=torch.zeros(len(lengths), 1, dtype=torch.int32),
+        block_tables=(torch.zeros(len(lengths), 1, dtype=torch.int32),),
         logit_rows=torch.tensor(range(len(ids)) if logit_rows is None else logit_rows, dtype=torch.int64),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from configs.kv import KVFormat, KVSpec
+from configs.kv import KVFormat, KVLayout, WindowPages
 from configs.limits import SchedulerLimits
 from configs.model import ModelConfig
 from engine.core.kv.manager import KVManager
@@ -47,6 +47,7 @@ class Completion:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     cached_tokens: int = 0
     num_preemptions: int = 0
@@ -70,13 +71,22 @@ class Engine:
         max_num_seqs: int = 64,
         chunk: int = 512,
         prefix_caching: bool = True,
+        num_extents: int | None = None,
     ) -> None:
-        spec = KVSpec(loaded.config.kv_layers(FORMATS[loaded.dtype]), block_size)
-        window = min(loaded.window, num_blocks * block_size)
+        """`num_extents`: pages of each windowed group, as many as `num_blocks` if not given."""
+        layout = KVLayout.of(loaded.config.kv_layers(FORMATS[loaded.dtype]), block_size)
+        counts = [num_blocks, *[num_extents or num_blocks] * (len(layout.groups) - 1)]
+        pages = [
+            WindowPages.plan(group.window, count, block_size, chunk)
+            for group, count in zip(layout.groups, counts, strict=True)
+            if group.window is not None
+        ]
+        kv = KVManager(num_blocks, block_size, prefix_caching, windows=pages)
+        window = min(loaded.window, kv.usable_tokens)
         limits = SchedulerLimits(max_num_seqs, chunk, window)
-        self.executor = SingleExecutor(ModelRunner(loaded.model, loaded.config, spec, num_blocks, limits), ())
-        scheduler = Scheduler(limits, KVManager(num_blocks, block_size, prefix_caching))
-        info = CacheInfo(num_blocks, block_size, spec.block_bytes, spec.bytes_per_token, "", window, prefix_caching)
+        self.executor = SingleExecutor(ModelRunner(loaded.model, loaded.config, layout, counts, limits), ())
+        scheduler = Scheduler(limits, kv)
+        info = CacheInfo(num_blocks, block_size, layout.block_bytes, layout.bytes_per_token, "", window, prefix_caching)
         self.core = EngineCore(scheduler, self.executor, NoGrammar(), info)
         self._count = 0
 
@@ -111,6 +121,7 @@ class Engine:
             result = results.setdefault(output.request_id, Completion())
             result.token_ids += output.token_ids
             result.logprobs += output.logprobs or []
+            result.prompt_logprobs += output.prompt_logprobs or []
             result.finish_reason = output.finish_reason or result.finish_reason
             result.cached_tokens = max(result.cached_tokens, output.cached_tokens)
             result.num_preemptions = max(result.num_preemptions, output.num_preemptions)

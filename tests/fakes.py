@@ -3,16 +3,30 @@
 `HashExecutor` keeps what a KV pool keeps, in small: each token slot of each block holds the token written there and a
 hash of the whole context that was visible when it was written. It reads context through block tables only. A wrong,
 missing, stale or doubled page changes the answer; `sequential` computes the same answers from the token lists alone.
+
+With windowed KV groups each position is stored once more for each of them, and every row asserts that it finds there,
+through that group's table, all that its window shows it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from configs.limits import SchedulerLimits
+from configs.kv import WindowPages
+from configs.limits import Policy, SchedulerLimits
 from engine.core.kv.manager import KVManager
 from engine.core.loop import EngineCore
 from engine.core.scheduler import Scheduler
-from engine.messages import AddRequest, CacheInfo, NewRow, RowResult, StepPlan, StepResult, TokenLogprobs, TokenOutput
+from engine.messages import (
+    AddRequest,
+    CacheInfo,
+    NewRow,
+    PromptScores,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TokenOutput,
+)
 from engine.ports import Masks, NoGrammar
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -34,6 +48,22 @@ def draw(cells: Iterable[Cell], params: SamplingParams, index: int, num_generate
     return token
 
 
+def score(cells: Iterable[Cell], token: int) -> float:
+    """A log-probability of `token` after a context, by hash."""
+    return -float(hash((tuple(cells), token)) % 1000)
+
+
+def sequential_scores(prompt: list[int]) -> list[float]:
+    """Of the prompt's tokens from the second on."""
+    cells = [EMPTY]
+    scores = []
+    for place, token in enumerate(prompt):
+        if place:
+            scores.append(score(cells[1:], token))
+        cells.append(cell_after(cells[-1], token))
+    return scores
+
+
 def cell_after(previous: Cell, token: int) -> Cell:
     return token, hash((previous, token))
 
@@ -44,6 +74,8 @@ def sequential(prompt: list[int], params: SamplingParams, index: int, window: in
     for token in prompt:
         cells.append(cell_after(cells[-1], token))
     output: list[int] = []
+    if params.max_tokens == 0:
+        return output, "length"
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
     while True:
         token = draw(cells[1:], params, index, len(output))
@@ -62,15 +94,21 @@ class Row:
     num_prompt: int
     params: SamplingParams
     index: int
-    table: list[int]
+    tables: list[list[int]]
+    """By KV group."""
     num_computed: int
     fault: str | None = None
+
+    def places(self, index: int) -> list[tuple[int, int]]:
+        """(KV group, block) of the table's entry `index`."""
+        return [(group, table[index]) for group, table in enumerate(self.tables)]
 
 
 @dataclass
 class Handle:
     plan: StepPlan
     rows: list[RowResult]
+    scores: dict[int, PromptScores]
 
 
 @dataclass
@@ -86,16 +124,20 @@ class HashExecutor:
     """Step whose forward pass raises."""
     log: list[StepPlan] = field(default_factory=list)
     keep_log: bool = False
+    windows: Sequence[WindowPages] = ()
 
     def __post_init__(self) -> None:
-        self.cells = [[EMPTY] * self.block_size for _ in range(self.num_blocks)]
+        self.sizes = [self.num_blocks, *(pages.num_pages for pages in self.windows)]
+        self.pools = [[[EMPTY] * self.block_size for _ in range(size)] for size in self.sizes]
+        """By KV group: cells of each block."""
+        self.cells = self.pools[0]
         self.rows: dict[int, Row] = {}
         self.last_step = 0
         self.num_tokens = 0
         self.num_copies = 0
         self.max_unfinished = 0
-        self._writers: dict[int, dict[int, str]] = {}
-        """step not yet sampled -> block it writes -> for whom"""
+        self._writers: dict[int, dict[tuple[int, int], str]] = {}
+        """step not yet sampled -> (KV group, block) it writes -> for whom"""
 
     def forward(self, plan: StepPlan) -> Handle:
         assert plan.step > self.last_step and plan.slots, "steps grow and compute something"
@@ -111,14 +153,18 @@ class HashExecutor:
         # Every row stores before any attends. A row that continues another's page of this step starts behind it.
         for row, tokens in sorted(writes, key=lambda write: write[0].num_computed):
             self._store(row, tokens)
+        for row, tokens in writes:
+            self._check_windows(row, row.num_computed - tokens)
+        tokens_of = dict(zip(plan.slots, plan.num_tokens, strict=True))
+        scores = {slot: self._score(slot, tokens_of[slot]) for slot in plan.scored_slots}
         results = [self._sample(slot) for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
         self.num_tokens += plan.total_tokens
         self.max_unfinished = max(self.max_unfinished, len(self._writers))
-        return Handle(plan, results)
+        return Handle(plan, results, scores)
 
     def sample(self, handle: Handle, masks: Masks | None) -> StepResult:
         del self._writers[handle.plan.step]
-        return StepResult(handle.plan.step, handle.rows)
+        return StepResult(handle.plan.step, handle.rows, handle.scores)
 
     def shutdown(self) -> None:
         self.rows.clear()
@@ -130,14 +176,17 @@ class HashExecutor:
             assert new.slot not in self.rows and 0 <= new.slot < self.max_num_seqs
             self.rows[new.slot] = _row(new)
         for slot, block_ids in plan.new_blocks:
-            assert block_ids
-            self.rows[slot].table += block_ids
+            assert len(block_ids) == len(self.pools) and len({len(ids) for ids in block_ids}) == 1 and block_ids[0]
+            for table, ids in zip(self.rows[slot].tables, block_ids, strict=True):
+                table += ids
         assert not plan.transfers
-        sources, targets = {source for source, _ in plan.copies}, {target for _, target in plan.copies}
+        sources = {(group, source) for group, source, _ in plan.copies}
+        targets = {(group, target) for group, _, target in plan.copies}
         assert not sources & targets and len(targets) == len(plan.copies), "copies of one step do not touch"
-        for source, target in plan.copies:
-            self.cells[target] = list(self.cells[source])
-        self.num_copies += len(plan.copies)
+        for group, source, target in plan.copies:
+            assert source >= 0 and target >= 0
+            self.pools[group][target] = list(self.pools[group][source])
+        self.num_copies += sum(group == 0 for group, _, _ in plan.copies)
 
     def _check_rows(self, plan: StepPlan) -> None:
         assert len(plan.slots) == len(set(plan.slots)) == len(plan.num_tokens) == len(plan.samples)
@@ -146,16 +195,18 @@ class HashExecutor:
         for slot, tokens, samples in zip(plan.slots, plan.num_tokens, plan.samples, strict=True):
             row = self.rows[slot]
             end = row.num_computed + tokens
-            assert tokens > 0 and end <= len(row.token_ids) and samples == (end == len(row.token_ids))
-            assert end <= len(row.table) * self.block_size, "the table has room for what is written"
-            assert all(0 <= block < self.num_blocks for block in row.table)
+            assert tokens > 0 and end <= len(row.token_ids)
+            assert samples == (end == len(row.token_ids) and row.params.max_tokens != 0)
+            for table, size in zip(row.tables, self.sizes, strict=True):
+                assert end <= len(table) * self.block_size, "the table has room for what is written"
+                assert all(0 <= block < size for block in table)
 
     def _check_writers(self, plan: StepPlan, writes: list[tuple[Row, int]]) -> None:
         """No block is written for two requests by this step and the unfinished ones; no copy's source is written."""
-        mine: dict[int, str] = {target: "" for _, target in plan.copies}
+        mine: dict[tuple[int, int], str] = {(group, target): "" for group, _, target in plan.copies}
         for row, tokens in writes:
             first, last = row.num_computed // self.block_size, (row.num_computed + tokens - 1) // self.block_size
-            for block in row.table[first : last + 1]:
+            for block in (place for index in range(first, last + 1) for place in row.places(index)):
                 assert mine.get(block) in (None, ""), f"block {block} is written by two rows"
                 mine[block] = row.request_id
         for others in self._writers.values():
@@ -166,9 +217,22 @@ class HashExecutor:
     def _store(self, row: Row, tokens: int) -> None:
         for position in range(row.num_computed, row.num_computed + tokens):
             previous = self._cell(row, position - 1) if position else EMPTY
-            block, offset = divmod(position, self.block_size)
-            self.cells[row.table[block]][offset] = cell_after(previous, row.token_ids[position])
+            index, offset = divmod(position, self.block_size)
+            cell = cell_after(previous, row.token_ids[position])
+            for group, block in row.places(index):
+                self.pools[group][block][offset] = cell
         row.num_computed += tokens
+
+    def _score(self, slot: int, tokens: int) -> PromptScores:
+        """Of the prompt tokens behind each row of this step."""
+        row = self.rows[slot]
+        assert row.params.prompt_logprobs is not None
+        end = min(row.num_computed, row.num_prompt - 1)
+        start = row.num_computed - tokens
+        assert start < end, "nothing to score"
+        context = [self._cell(row, position) for position in range(end)]
+        logprobs = [score(context[: place + 1], row.token_ids[place + 1]) for place in range(start, end)]
+        return PromptScores(start + 1, [TokenLogprobs(logprob, 1, [], []) for logprob in logprobs])
 
     def _sample(self, slot: int) -> RowResult:
         row = self.rows[slot]
@@ -178,16 +242,28 @@ class HashExecutor:
             row.token_ids.append(-1)  # with overlap one more row of it may be planned
             return RowResult(slot, [], error=row.fault)
         context: list[Cell] = []
-        for block in row.table:
+        for block in row.tables[0]:
             context += self.cells[block]
         token = draw(context[: row.num_computed], row.params, row.index, num_generated)
         row.token_ids.append(token)
         logprobs = [TokenLogprobs(-float(token), 1, [], [])] if row.params.logprobs is not None else None
         return RowResult(slot, [token], logprobs)
 
-    def _cell(self, row: Row, position: int) -> Cell:
-        block, offset = divmod(position, self.block_size)
-        return self.cells[row.table[block]][offset]
+    def _check_windows(self, row: Row, start: int) -> None:
+        """All rows from position `start` on find what their windows show them."""
+        for group, pages in enumerate(self.windows, 1):
+            for position in range(max(0, start - pages.window + 1), row.num_computed):
+                found, expected = self._cell(row, position, group), self._cell(row, position)
+                assert found == expected, f"group {group} has lost position {position} of {row.request_id}"
+
+    def poison(self, group: int, blocks: Iterable[int]) -> None:
+        """What nobody holds and nobody can find must not be read again before it is written."""
+        for block in blocks:
+            self.pools[group][block] = [EMPTY] * self.block_size
+
+    def _cell(self, row: Row, position: int, group: int = 0) -> Cell:
+        index, offset = divmod(position, self.block_size)
+        return self.pools[group][row.tables[group][index]][offset]
 
 
 def _row(new: NewRow) -> Row:
@@ -197,7 +273,7 @@ def _row(new: NewRow) -> Row:
         new.num_prompt_tokens,
         new.params,
         new.index,
-        list(new.block_ids),
+        [list(ids) for ids in new.block_ids],
         new.num_computed,
     )
 
@@ -214,7 +290,8 @@ def make_request(tokens: list[int], request_id: str = "r", sequence: int = 1, **
     """A request as the scheduler would make it. `fields`: of `AddRequest`."""
     params = fields.pop("params", SamplingParams(max_tokens=None))
     add = AddRequest(request_id=request_id, prompt_token_ids=tokens, params=params, arrival=0.0, **fields)
-    return Request(add, sequence, 10_000 if params.max_tokens is None else len(tokens) + params.max_tokens, frozenset())
+    order = (float(add.priority), sequence)
+    return Request(add, order, 10_000 if params.max_tokens is None else len(tokens) + params.max_tokens, frozenset())
 
 
 @dataclass
@@ -223,6 +300,7 @@ class Result:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: str | None = None
@@ -246,10 +324,14 @@ class Harness:
         prefix_caching: bool = True,
         depth: int = 1,
         max_passed_over: int = 64,
+        policy: Policy = "priority",
+        windows: Sequence[tuple[int, int]] = (),
     ) -> None:
-        limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len, max_passed_over)
-        self.kv = KVManager(num_blocks, block_size, prefix_caching)
-        self.executor = HashExecutor(num_blocks, block_size, max_num_seqs)
+        """`windows`: (tokens, pages) of each windowed KV group."""
+        pages = [WindowPages.plan(*window, block_size, max_num_batched_tokens) for window in windows]
+        limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len, max_passed_over, policy)
+        self.kv = KVManager(num_blocks, block_size, prefix_caching, windows=pages)
+        self.executor = HashExecutor(num_blocks, block_size, max_num_seqs, windows=pages)
         self.scheduler = Scheduler(limits, self.kv, {EOS})
         cache = CacheInfo(num_blocks, block_size, 4096, 128, "fp32", self.scheduler.window, prefix_caching)
         self.now = 100.0
@@ -271,6 +353,8 @@ class Harness:
         outputs = self.core.step()
         self.num_steps += 1
         self.core.check()
+        for group, window in enumerate(self.kv.windows, 1):
+            self.executor.poison(group, window.free)
         for output in outputs:
             self._take(output)
         return outputs
@@ -295,12 +379,16 @@ class Harness:
         request, result = self.asked[request_id], self.results[request_id]
         expected = sequential(request.prompt_token_ids, request.params, request.index, self.scheduler.window)
         assert (result.token_ids, result.finish_reason) == expected, request_id
+        if request.params.prompt_logprobs is not None:
+            found = [at.logprob for at in result.prompt_logprobs]
+            assert found == sequential_scores(request.prompt_token_ids), request_id
 
     def assert_idle(self) -> None:
         """Nothing is in use any more."""
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.waiting_tokens, stats.pages_active) == (0, 0, 0, 0), stats
         assert stats.tokens_stored == stats.pages_shared == 0, stats
+        assert all(window.num_active == 0 for window in self.kv.windows)
 
     def _take(self, output: TokenOutput) -> None:
         result = self.results[output.request_id]
@@ -311,6 +399,7 @@ class Harness:
             result.steps.append(self.num_steps)
         result.token_ids += output.token_ids
         result.logprobs += output.logprobs or []
+        result.prompt_logprobs += output.prompt_logprobs or []
         result.finish_reason, result.stop_reason, result.error = (
             output.finish_reason,
             output.stop_reason,

@@ -36,6 +36,7 @@ from engine.messages import (
     EngineLoading,
     EngineReady,
     NewRow,
+    PromptScores,
     RowResult,
     Shutdown,
     StepPlan,
@@ -74,17 +75,19 @@ class _Row:
     position: int
     """Tokens said so far."""
     logprobs: int | None
+    scored: int
     vocab_size: int
+    prompt: list[int]
+    num_computed: int
 
     def next_token(self) -> int:
         if callable(self.script):
             return self.script(self.index, self.position)
         return self.script[self.position] if self.position < len(self.script) else EOS
 
-    def rank(self, token: int) -> TokenLogprobs:
+    def rank(self, token: int, top: int) -> TokenLogprobs:
         """The script's token is the likeliest; its neighbours by id come next."""
-        others = [(token + step) % self.vocab_size for step in range(1, self.logprobs or 0)]
-        tops = [token, *others][: self.logprobs]
+        tops = [token, *((token + step) % self.vocab_size for step in range(1, top))][:top]
         return TokenLogprobs(-0.125, 1, tops, [-0.125 - place for place in range(len(tops))])
 
 
@@ -130,7 +133,14 @@ class ScriptedExecutor:
 
     def sample(self, plan: StepPlan, masks: Masks | None) -> StepResult:
         slots = [slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
-        return StepResult(plan.step, [self._say(slot) for slot in slots])
+        scores = {}
+        for slot, tokens in zip(plan.slots, plan.num_tokens, strict=True):
+            row = self._rows[slot]
+            if slot in plan.scored_slots:
+                following = row.prompt[row.num_computed + 1 :][:tokens]
+                scores[slot] = PromptScores(row.num_computed + 1, [row.rank(token, row.scored) for token in following])
+            row.num_computed += tokens
+        return StepResult(plan.step, [self._say(slot) for slot in slots], scores)
 
     def shutdown(self) -> None:
         self._rows.clear()
@@ -142,7 +152,11 @@ class ScriptedExecutor:
         name = max(self._scripts, key=lambda name: (text.rfind(name), len(name)))
         assert name in text, f"no script for {text!r}"
         said = len(row.token_ids) - row.num_prompt_tokens
-        return _Row(name, self._scripts[name], row.index, said, row.params.logprobs, self._vocab_size)
+        params = row.params
+        return _Row(
+            name, self._scripts[name], row.index, said, params.logprobs, params.prompt_logprobs or 0, self._vocab_size,
+            prompt, row.num_computed,
+        )  # fmt: skip
 
     def _say(self, slot: int) -> RowResult:
         row = self._rows[slot]
@@ -150,7 +164,7 @@ class ScriptedExecutor:
             return RowResult(slot, [], error="The script says that this row fails.")
         token = row.next_token()
         row.position += 1
-        return RowResult(slot, [token], None if row.logprobs is None else [row.rank(token)])
+        return RowResult(slot, [token], None if row.logprobs is None else [row.rank(token, row.logprobs)])
 
 
 @dataclass
@@ -264,7 +278,9 @@ class ScriptedServer:
         assert blocks is not None
         kv = KVManager(blocks, settings.block_size, settings.enable_prefix_caching)
         window = min(self._window, blocks * settings.block_size)
-        limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, window)
+        limits = SchedulerLimits(
+            settings.max_num_seqs, settings.max_num_batched_tokens, window, policy=settings.scheduling_policy
+        )
         scheduler = Scheduler(limits, kv, {EOS, IM_END})
         cache = CacheInfo(blocks, settings.block_size, 4096, 1024, "fp32", window, settings.enable_prefix_caching)
         core = EngineCore(scheduler, self.executor, NoGrammar(), cache)
@@ -276,10 +292,10 @@ class ScriptedServer:
             names = self.settings.served_model_name or (MODEL,)
             model = ServedModel(names, self.tokenizer, ChatRenderer(self.tokenizer), {})
             context = self.context
-            context.client = EngineClient(self._address, model, queue_limits(context), context.metrics)
+            context.client = EngineClient(self._address, model, queue_limits(context), context.log)
             self._engine.start()
             ready = asyncio.create_task(context.engine_ready())
-            server = uvicorn.Server(http_config(self.app))
+            server = uvicorn.Server(http_config(self.app, self.settings))
             answering = asyncio.create_task(server.serve(sockets=[self._listening]))
             if self._loads is None:
                 await ready

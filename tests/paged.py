@@ -11,6 +11,7 @@ from kernels import reference
 from kernels.cpu import attention as native
 from kernels.cpu import library
 from kernels.cpu.offers import KINDS
+from kernels.ops import LayerPages
 
 FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16, torch.float16: KVFormat.FP16}
 
@@ -52,14 +53,17 @@ class Paged:
     def scale(self):
         return self.spec.layers[0].head_dim ** -0.5
 
-    def attend(self, kernel, parts, layer=1):
+    def pages(self, layer=1):
+        return LayerPages(self.pool, self.spec, layer)
+
+    def attend(self, kernel, parts, layer=1, window=None):
         """Rows [first, last) of sequence b for each (b, first, last), in one call -> list of [rows, heads * dim]"""
         b = [part[0] for part in parts]
         rows = [last - first for _, first, last in parts]
         q = torch.cat([self.q[b][first:last] for b, first, last in parts])
         starts = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
         lengths = torch.tensor([last for _, _, last in parts], dtype=torch.int32)
-        out = kernel(q, self.pool, self.spec, layer, self.tables[b].contiguous(), starts, lengths, self.scale)
+        out = kernel(q, self.pages(layer), self.tables[b].contiguous(), starts, lengths, self.scale, window)
         return list(out.split(rows))
 
     def whole(self, kernel, b, layer=1):
@@ -71,7 +75,7 @@ class Paged:
         slots = self.tables[b].long()[tokens // self.spec.block_size] * self.spec.block_size
         slots += tokens % self.spec.block_size
         k, v = self.k[b] if k is None else k, self.v[b] if v is None else v
-        reference.store_kv(k, v, self.pool, self.spec, layer, slots)
+        reference.store_kv(k, v, self.pages(layer), slots)
 
 
 def make_paged(lengths, *, group=3, kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16, seed=0):
@@ -95,7 +99,7 @@ def make_paged(lengths, *, group=3, kv_heads=2, head_dim=64, block_size=16, dtyp
     return paged
 
 
-def plain_attention(q, k, v, scale):
+def plain_attention(q, k, v, scale, window=None):
     """Causal attention of the last rows by matmul, softmax, matmul in the inputs' dtype -> [rows, heads * dim].
 
     q: [rows, heads, dim]; k, v: [length, kv_heads, dim].
@@ -103,6 +107,7 @@ def plain_attention(q, k, v, scale):
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     scores = q.transpose(0, 1) @ k.mT * scale
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[0])
-    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    row, token = torch.arange(k.shape[1] - q.shape[0], k.shape[1])[:, None], torch.arange(k.shape[1])
+    unseen = (token > row) | (token <= row - (window or k.shape[1]))
+    weights = scores.masked_fill(unseen, -math.inf).softmax(-1)
     return (weights @ v).transpose(0, 1).flatten(1)

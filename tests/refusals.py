@@ -12,7 +12,8 @@ def assert_refused(
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert isinstance(error["message"], str) and {"type", "param", "code"} <= error.keys(), error
-    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error"), error
+    usual = "invalid_request_error" if status < 500 else "server_error"
+    assert error["type"] == ("permission_error" if status == 403 else usual), error
     assert "Traceback" not in response.text
     if param is not None:
         assert error["param"] is not None and error["param"].startswith(param), error

@@ -76,7 +76,7 @@ def sampler_for(rows: list[Row], slots: list[int], max_num_seqs: int = 64) -> Sa
             num_prompt_tokens=len(row.prompt),
             params=row.params,
             index=row.index,
-            block_ids=[],
+            block_ids=[[]],
             num_computed=0,
         )
         state.admit(new, vocab_size)

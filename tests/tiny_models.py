@@ -1,4 +1,4 @@
-"""Tiny random models of the Llama family as folders on disk, as Hugging Face saves them, and the oracle beside them.
+"""Tiny random models of every family as folders on disk, as Hugging Face saves them, and the oracle beside them.
 
     folder/config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json
 
@@ -7,6 +7,7 @@ are random too. The tokenizer is byte-level: ids 0..255 are bytes, then the spec
 vocabulary's size, so that every id a random model can choose has a text.
 """
 
+import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,11 +28,11 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class TinyLlama:
-    """What to build. Defaults: two layers, four query heads, two KV heads, a window of 512 tokens."""
+class TinyModel:
+    """What to build. Defaults: a Llama of two layers, four query heads, two KV heads, a window of 512 tokens."""
 
     kind: str = "llama"
-    """'llama' or 'mistral'"""
+    """A key of `CLASSES`"""
     hidden_size: int = 64
     intermediate_size: int = 96
     num_layers: int = 2
@@ -43,9 +44,8 @@ class TinyLlama:
     rope: Mapping[str, Any] = field(default_factory=dict)
     """`rope_parameters` of transformers 5; `rope_theta` defaults to 10000."""
     tied: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    sliding_window: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What only this kind has, under the names of config.json."""
     seed: int = 0
     scale: float = 0.15
     """Standard deviation of the weights."""
@@ -54,6 +54,15 @@ class TinyLlama:
     """'20KB', say, makes several files with an index."""
 
 
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+}
+"""Configuration and model in transformers."""
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -61,60 +70,119 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-VARIANTS: dict[str, TinyLlama] = {
-    "mha": TinyLlama(num_kv_heads=4),
-    "gqa": TinyLlama(),
-    "mqa": TinyLlama(num_kv_heads=1),
-    "tied": TinyLlama(tied=True),
-    "head-dim": TinyLlama(head_dim=32),
-    "attention-bias": TinyLlama(attention_bias=True),
-    "mlp-bias": TinyLlama(mlp_bias=True, tied=True),
-    "rope-theta": TinyLlama(rope={"rope_type": "default", "rope_theta": 500000.0}),
-    "rope-linear": TinyLlama(rope={"rope_type": "linear", "factor": 4.0}),
-    "rope-llama3": TinyLlama(rope=LLAMA3),
-    "rope-yarn": TinyLlama(rope={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}),
-    "rope-dynamic": TinyLlama(rope={"rope_type": "dynamic", "factor": 4.0}),
-    "mistral": TinyLlama(kind="mistral", head_dim=32),
+WINDOW = {"sliding_window": 24}
+
+
+def longrope(frequencies: int) -> dict[str, Any]:
+    short, long = ([start + step * i for i in range(frequencies)] for start, step in ((1.0, 0.1), (1.5, 0.8)))
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+
+
+def gemma3(full: Mapping[str, Any], **values: Any) -> TinyModel:
+    """Two layers with a window, one without, whose rope is `full`."""
+    return TinyModel(
+        kind="gemma3",
+        num_layers=3,
+        rope={
+            "full_attention": {"rope_theta": 1e6, **full},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        tied=True,
+        extra={
+            **WINDOW,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        **values,
+    )
+
+
+VARIANTS: dict[str, TinyModel] = {
+    "mha": TinyModel(num_kv_heads=4),
+    "gqa": TinyModel(),
+    "mqa": TinyModel(num_kv_heads=1),
+    "tied": TinyModel(tied=True),
+    "head-dim": TinyModel(head_dim=32),
+    "attention-bias": TinyModel(extra={"attention_bias": True}),
+    "mlp-bias": TinyModel(extra={"mlp_bias": True}, tied=True),
+    "rope-theta": TinyModel(rope={"rope_type": "default", "rope_theta": 500000.0}),
+    "rope-linear": TinyModel(rope={"rope_type": "linear", "factor": 4.0}),
+    "rope-llama3": TinyModel(rope=LLAMA3),
+    "rope-yarn": TinyModel(rope={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}),
+    "rope-dynamic": TinyModel(rope={"rope_type": "dynamic", "factor": 4.0}),
+    "mistral": TinyModel(kind="mistral", head_dim=32, extra={"sliding_window": None}),
+    "mistral-window": TinyModel(kind="mistral", extra=WINDOW),
+    "qwen2": TinyModel(kind="qwen2", num_kv_heads=1, tied=True),
+    "qwen2-window": TinyModel(
+        kind="qwen2", num_kv_heads=4, extra={**WINDOW, "use_sliding_window": True, "max_window_layers": 1}
+    ),
+    "qwen3": TinyModel(kind="qwen3", head_dim=32, tied=True),
+    "qwen3-bias": TinyModel(kind="qwen3", head_dim=16, num_kv_heads=4, extra={"attention_bias": True}),
+    "phi3": TinyModel(kind="phi3", num_kv_heads=4, extra=WINDOW),
+    "phi3-short": TinyModel(kind="phi3", rope=longrope(8), extra={"original_max_position_embeddings": 256}),
+    "phi3-long": TinyModel(
+        kind="phi3",
+        num_kv_heads=1,
+        rope={**longrope(6), "partial_rotary_factor": 0.75},
+        tied=True,
+        extra={"original_max_position_embeddings": 64},
+    ),
+    "gemma3": gemma3({"rope_type": "default"}, num_kv_heads=1, head_dim=32),
+    "gemma3-linear": gemma3({"rope_type": "linear", "factor": 8.0}, head_dim=16),
 }
-"""Every shape of the family, by name: what parity tests go over."""
+"""Every shape of the families that are served, by name: what parity tests go over."""
+FAMILIES = ("gqa", "mistral-window", "qwen2-window", "qwen3", "phi3", "phi3-long", "gemma3")
+"""One variant or two of each family, where all of them would take too long."""
 
 
-def build(folder: Path, tiny: TinyLlama = VARIANTS["gqa"]) -> Path:
+def build(folder: Path, tiny: TinyModel = VARIANTS["gqa"]) -> Path:
     """Writes the model into `folder`, made if need be, and returns it."""
     with quiet():
-        from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+        import transformers
 
-        only_llama = {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}
-        only_mistral = {"sliding_window": tiny.sliding_window}
-        config = (LlamaConfig if tiny.kind == "llama" else MistralConfig)(
+        config_class, model_class = (getattr(transformers, name) for name in CLASSES[tiny.kind])
+        nested = any(isinstance(value, Mapping) for value in tiny.rope.values())
+        plain = {} if nested else {"rope_type": "default", "rope_theta": 10000.0}
+        config = config_class(
             vocab_size=tiny.vocab_size,
             hidden_size=tiny.hidden_size,
             intermediate_size=tiny.intermediate_size,
             num_hidden_layers=tiny.num_layers,
             num_attention_heads=tiny.num_heads,
             num_key_value_heads=tiny.num_kv_heads,
-            head_dim=tiny.head_dim,
             max_position_embeddings=tiny.max_position,
             rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | dict(tiny.rope),
+            rope_parameters=plain | copy.deepcopy(dict(tiny.rope)),
             tie_word_embeddings=tiny.tied,
             bos_token_id=BOS,
             eos_token_id=EOS,
-            **(only_llama if tiny.kind == "llama" else only_mistral),
+            pad_token_id=None,
+            **({"head_dim": tiny.head_dim} if tiny.head_dim else {}),
+            **tiny.extra,
         )
-        model = (LlamaForCausalLM if tiny.kind == "llama" else MistralForCausalLM)(config)
+        model = model_class(config)
         _draw_weights(model, tiny)
         model.to(getattr(torch, tiny.dtype)).save_pretrained(folder, max_shard_size=tiny.max_shard_size)
     write_tokenizer(folder, tiny.vocab_size)
     return folder
 
 
-def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The folder's model in transformers, eager attention: the oracle."""
-    with quiet():
-        from transformers import AutoModelForCausalLM
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32, window: int = 0) -> Any:
+    """The folder's model in transformers, eager attention: the oracle.
 
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    `window`: which of longrope's two sets of divisors holds; transformers would choose by each sequence's length.
+    """
+    with quiet():
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(folder)
+        if config.rope_parameters.get("rope_type") == "longrope":
+            long = window > config.original_max_position_embeddings
+            factors = config.rope_parameters["long_factor" if long else "short_factor"]
+            config.rope_parameters |= {"long_factor": factors, "short_factor": factors}
+        return AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation="eager"
+        ).eval()
 
 
 def write_tokenizer(folder: Path, vocab_size: int = 260) -> None:
@@ -153,12 +221,13 @@ def quiet() -> Iterator[None]:
             logging.set_verbosity(level)
 
 
-def _draw_weights(model: torch.nn.Module, tiny: TinyLlama) -> None:
+def _draw_weights(model: torch.nn.Module, tiny: TinyModel) -> None:
     generator = torch.Generator().manual_seed(tiny.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator) * tiny.scale
-            parameter.copy_(1.0 + values if name.endswith("norm.weight") else values)
+            is_norm = name.endswith("norm.weight") and tiny.kind != "gemma3"  # whose norms are stored less 1
+            parameter.copy_(1.0 + values if is_norm else values)
 
 
 def _byte_chars() -> dict[int, str]:

@@ -9,7 +9,7 @@ class Draft:
 
     __slots__ = (
         "capped", "chunk_requests", "chunk_samples", "chunk_slots", "chunk_tokens", "decode_slots", "decodes",
-        "new_blocks", "new_rows", "preempted", "reentered_slots", "step",
+        "new_blocks", "new_rows", "preempted", "reentered_slots", "scored_slots", "step",
     )  # fmt: skip
 
     def __init__(self, step: int) -> None:
@@ -21,8 +21,9 @@ class Draft:
         self.chunk_tokens: list[int] = []
         self.chunk_samples: list[bool] = []
         self.new_rows: list[NewRow] = []
-        self.new_blocks: list[tuple[int, list[int]]] = []
+        self.new_blocks: list[tuple[int, list[list[int]]]] = []
         self.reentered_slots: list[int] = []
+        self.scored_slots: list[int] = []
         self.preempted = False
         """Somebody was preempted for this step."""
         self.capped: Request | None = None
@@ -47,8 +48,8 @@ class Draft:
         self.chunk_tokens.append(tokens)
         self.chunk_samples.append(samples)
 
-    def enter(self, request: Request) -> None:
-        """The request's row is told to the executor from scratch."""
+    def enter(self, request: Request, block_ids: list[list[int]]) -> None:
+        """The request's row is told to the executor from scratch; `block_ids`: its table by KV group."""
         self.new_rows.append(
             NewRow(
                 slot=request.slot,
@@ -57,12 +58,12 @@ class Draft:
                 num_prompt_tokens=request.num_prompt,
                 params=request.params,
                 index=request.index,
-                block_ids=list(request.block_ids),
+                block_ids=block_ids,
                 num_computed=request.num_computed,
             )
         )
 
-    def plan(self, copies: list[tuple[int, int]], freed_slots: list[int]) -> StepPlan:
+    def plan(self, copies: list[tuple[int, int, int]], freed_slots: list[int]) -> StepPlan:
         decodes = len(self.decodes)
         return StepPlan(
             step=self.step,
@@ -74,4 +75,5 @@ class Draft:
             copies=copies,
             transfers=[],
             freed_slots=freed_slots + self.reentered_slots,
+            scored_slots=self.scored_slots,
         )

@@ -79,6 +79,10 @@ class EngineCore:
         """The newest `limit` events, newest last; with a tenant, what that tenant may know."""
         return self.scheduler.kv.events.report(limit, tenant)
 
+    def reset_prefix_cache(self) -> int:
+        """Forgets all that is cached and not in use. Returns the number of pages."""
+        return self.scheduler.kv.reset_cache()
+
     def check(self) -> None:
         """Asserts every invariant of scheduler and KV manager. O(pool)."""
         self.scheduler.check()

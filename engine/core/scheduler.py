@@ -17,9 +17,10 @@ from itertools import islice, pairwise
 
 from configs.limits import SchedulerLimits
 from engine.core.draft import Draft
-from engine.core.kv.manager import KVManager, Match
-from engine.core.outputs import failure, take_tokens
-from engine.core.policy import MAX_EXAMINED, OrderedQueue
+from engine.core.kv.manager import KVManager
+from engine.core.kv.match import Match
+from engine.core.outputs import failure, take_row
+from engine.core.policy import MAX_EXAMINED, OrderedQueue, order_key
 from engine.core.slots import SlotPool
 from engine.core.stats import Counters, snapshot
 from engine.core.waiting import WaitingRoom
@@ -50,8 +51,6 @@ class Scheduler:
         """Rows of each unfinished step."""
         self._slots = SlotPool(limits.max_num_seqs)
         self._num_prefilling = 0
-        self._num_reserved = 0
-        """Blocks promised to prompts that are being computed."""
 
     # ---------------------------------------------------------------- requests come and go
     def add(self, add: AddRequest) -> None:
@@ -59,13 +58,14 @@ class Scheduler:
         length = len(add.prompt_token_ids)
         if length == 0:
             raise InvalidRequest("The prompt is empty: it must have at least one token.", "prompt", "invalid_value")
-        if length >= self.window:
+        if length + (add.params.max_tokens != 0) > self.window:
             raise ContextLengthExceeded(self.window, length)
         if add.request_id in self.requests:
             raise InvalidRequest(f"A request with id {add.request_id!r} is already open.", "request_id")
         wanted = self.window if add.params.max_tokens is None else length + add.params.max_tokens
         self._sequence += 1
-        request = Request(add, self._sequence, min(wanted, self.window), self._eos_token_ids)
+        order = order_key(self.limits.policy, add, self._sequence)
+        request = Request(add, order, min(wanted, self.window), self._eos_token_ids)
         self.requests[request.request_id] = request
         if not self.waiting.arrive(request):
             self._note_wait(request, "first_choice")
@@ -155,7 +155,7 @@ class Scheduler:
         if request.row_is_stale:
             request.row_is_stale = False
             draft.reentered_slots.append(request.slot)
-            draft.enter(request)
+            draft.enter(request, self.kv.table_ids(request))
         elif ids:
             draft.new_blocks.append((request.slot, ids))
         self._add_chunk(draft, request, tokens)
@@ -166,7 +166,7 @@ class Scheduler:
         before = request.num_computed
         if self.kv.extend_match(request):
             request.row_is_stale = True
-            self._reserve(request, self.kv.footprint(request) - len(request.block_ids))
+            self.kv.reserve(request)
             if request.num_preemptions == 0:
                 request.cached_tokens += request.num_computed - before
                 self.counters.prefix_hits_total += request.num_computed - before
@@ -178,7 +178,7 @@ class Scheduler:
         """
         wanted = 0
         for other in islice(self.waiting.queue, MAX_EXAMINED if self._slots.num_free else 0):
-            match = self.kv.fitting_match(other, self._num_reserved)
+            match = self.kv.fitting_match(other)
             if match is None:
                 if self._may_not_be_overtaken(other):
                     break
@@ -204,7 +204,7 @@ class Scheduler:
             if request.last_step > kv.finished_step:  # preempted just now: its last token is still to come
                 self._note_wait(request, "unfinished_step")
                 break
-            match = kv.fitting_match(request, self._num_reserved)
+            match = kv.fitting_match(request)
             if match is None:
                 if self._may_not_be_overtaken(request):
                     self._note_wait(request, "reserved")
@@ -241,29 +241,32 @@ class Scheduler:
         request.status, request.prefilling, request.wait_reason = _RUNNING, True, ""
         self.running.add(request)
         self._num_prefilling += 1
-        draft.enter(request)
+        draft.enter(request, self.kv.table_ids(request))
         self._add_chunk(draft, request, tokens)
 
     def _add_chunk(self, draft: Draft, request: Request, tokens: int) -> None:
         """A row of a prompt, or of what a preempted request computes again."""
         start, end = request.num_computed, request.num_computed + tokens
-        samples = end == len(request.token_ids)
+        is_last = end == len(request.token_ids)
+        samples = is_last and request.max_total > request.num_prompt
+        if request.wants_scores and start < request.num_prompt - 1:
+            draft.scored_slots.append(request.slot)
         request.num_computed, request.last_step = end, draft.step
         self.kv.publish(request, end, draft.step)
         again = max(0, min(end, request.num_reached) - start)
         self.counters.recomputed_tokens_total += again
         self.counters.prefill_tokens_total += max(0, min(end, request.num_prompt) - start - again)
-        if samples:
-            request.num_in_flight += 1
+        request.num_in_flight += samples
+        if is_last:
             self._end_prefill(request)
         else:
-            self._reserve(request, self.kv.footprint(request) - len(request.block_ids))
+            self.kv.reserve(request)
         draft.add_chunk(request, tokens, samples)
 
-    def _make_room(self, draft: Draft, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks for a running request, those of later ones if need be. None: it has no row in this step."""
+    def _make_room(self, draft: Draft, request: Request, num_tokens: int) -> list[list[int]] | None:
+        """Pages for a running request, those of later ones if need be. None: it has no row in this step."""
         while (ids := self.kv.try_allocate(request, num_tokens)) is None:
-            if self.kv.awaits_release:
+            if self.kv.awaits_release(request):
                 return None  # pages come back when a step ends
             victim = self.running.victim
             draft.preempted = True
@@ -288,21 +291,22 @@ class Scheduler:
         """Takes the result of the oldest unfinished step."""
         requests = self._in_flight.popleft()
         assert result.step == plan.step and len(requests) == len(plan.slots)
-        kv, size = self.kv, self.kv.block_size
+        kv, size, slides = self.kv, self.kv.block_size, bool(self.kv.windows)
         kv.close_step(plan.step)
         self._slots.settle(plan.step)
         outputs: list[TokenOutput] = []
         rows = iter(result.rows)
-        for request, tokens, samples in zip(requests, plan.num_tokens, plan.samples, strict=True):
+        for request, slot, tokens, samples in zip(requests, plan.slots, plan.num_tokens, plan.samples, strict=True):
             row = next(rows) if samples else None
             if request.status is _FINISHED:
                 continue  # aborted, or finished by the step before: this token is one too many
-            if row is not None:
-                request.num_in_flight -= 1
-                if row.error is not None:
-                    outputs.append(failure(request, row.error, now))
-                    self._finish(request, "error", keep=False)
-                    continue
+            scores = result.scores.get(slot) if result.scores else None
+            request.num_in_flight -= samples
+            error = (row and row.error) or (scores and scores.error)
+            if error:
+                outputs.append(failure(request, error, now))
+                self._finish(request, "error", keep=False)
+                continue
             if request.status is _RUNNING:  # not preempted meanwhile
                 before = request.num_confirmed
                 request.num_confirmed = confirmed = before + tokens
@@ -310,10 +314,12 @@ class Scheduler:
                     kv.publish(request, confirmed, plan.step)
                 if before < request.num_prompt <= confirmed:
                     kv.publish_tail(request, plan.step)
+                if slides:
+                    kv.slide(request)
                 if request.group is not None and confirmed >= request.num_prompt:
                     self.waiting.prompt_computed(request)
-            if row is not None:
-                output = take_tokens(request, row, now)
+            if row is not None or scores is not None or request.max_total <= request.num_confirmed:
+                output = take_row(request, row, scores, now)
                 outputs.append(output)
                 self.counters.generated_tokens_total += len(output.token_ids)
                 if request.status is _WAITING:
@@ -345,11 +351,7 @@ class Scheduler:
     def _end_prefill(self, request: Request) -> None:
         request.prefilling = False
         self._num_prefilling -= 1
-        self._reserve(request, 0)
-
-    def _reserve(self, request: Request, blocks: int) -> None:
-        self._num_reserved += blocks - request.num_reserved
-        request.num_reserved = blocks
+        self.kv.unreserve(request)
 
     def _note_wait(self, request: Request, reason: str) -> None:
         if request.wait_reason != reason:
@@ -369,12 +371,11 @@ class Scheduler:
             assert all(one.order < two.order for one, two in pairwise(queue))
         self._slots.check([request.slot for request in running])
         assert self._num_prefilling == sum(request.prefilling for request in running)
-        assert self._num_reserved == sum(request.num_reserved for request in running)
         queued = [request for request in self.requests.values() if request.status is _WAITING]
         assert self.waiting.num_tokens == sum(len(request.token_ids) for request in queued)
         for request in running:
-            assert request.status is _RUNNING
-            assert request.num_confirmed <= request.num_computed < request.max_total
+            assert request.status is _RUNNING and bool(request.num_reserved) == request.prefilling
+            assert request.num_confirmed <= request.num_computed <= self.kv.most_tokens(request)
             assert request.num_computed <= request.num_tokens <= request.max_total
         for request in waiting:
             assert request.status is _WAITING and not request.block_ids and request.slot < 0

@@ -50,11 +50,16 @@ def snapshot(counters: Counters, kv: KVManager, running: int, waiting: int, wait
         schedule_seconds_total=counters.schedule_seconds_total,
         execute_seconds_total=counters.execute_seconds_total,
         update_seconds_total=counters.update_seconds_total,
+        window_usage=_window_usage(kv) if kv.windows else 0.0,
     )
 
 
 def memory_stats(kv: KVManager, cache: CacheInfo, active_requests: int) -> dict[str, int | float]:
-    """The pool at a glance. utilization: pages in use of all; slot_utilization: token slots filled of those in use."""
+    """The pools at a glance. Pages are those that keep whole contexts.
+
+    utilization: pages in use of all, in the KV group where that is most; slot_utilization: token slots filled of those
+    in use, 1 when there are none; total_bytes: of all KV groups.
+    """
     pool = kv.pool
     used = pool.num_active
     return {
@@ -62,10 +67,14 @@ def memory_stats(kv: KVManager, cache: CacheInfo, active_requests: int) -> dict[
         "used_pages": used,
         "cached_pages": pool.num_cached,
         "free_pages": pool.num_free,
-        "utilization": used / len(pool.blocks),
-        "slot_utilization": kv.tokens_stored / (used * kv.block_size) if used else 0.0,
+        "utilization": max(used / len(pool.blocks), _window_usage(kv)),
+        "slot_utilization": kv.tokens_stored / (used * kv.block_size) if used else 1.0,
         "active_requests": active_requests,
         "bytes_per_page": cache.bytes_per_block,
         "bytes_per_token": cache.bytes_per_token,
-        "total_bytes": cache.bytes_per_block * len(pool.blocks),
+        "total_bytes": cache.total_bytes,
     }
+
+
+def _window_usage(kv: KVManager) -> float:
+    return max((window.num_active / window.num_extents for window in kv.windows), default=0.0)

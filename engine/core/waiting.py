@@ -6,9 +6,10 @@ arrive ──> queued <── put_back (preempted)        queued ──> take (a
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from weakref import WeakValueDictionary
 
 from engine.core.policy import ChoiceGroups, OrderedQueue
-from engine.request import Request
+from engine.request import Batch, Request
 
 
 class WaitingRoom:
@@ -22,6 +23,7 @@ class WaitingRoom:
         self._shares_prompts = shares_prompts
         self._groups = ChoiceGroups()
         self._num_arrived = 0
+        self._batches: WeakValueDictionary[str, Batch] = WeakValueDictionary()
         self._deadlines: list[tuple[float, int, str]] = []
         """(deadline, arrival number, request id), the next one first. Ids: what has long finished is not kept alive."""
 
@@ -29,6 +31,8 @@ class WaitingRoom:
         """False: it is held."""
         self.num_tokens += len(request.token_ids)
         self._num_arrived += 1
+        if request.batch_id is not None:
+            request.batch = self._batches.setdefault(request.batch_id, Batch())
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, self._num_arrived, request.request_id))
         if self._shares_prompts and not self._groups.join(request):
@@ -43,6 +47,8 @@ class WaitingRoom:
     def take(self, request: Request) -> None:
         self.num_tokens -= len(request.token_ids)
         self.queue.remove(request)
+        if request.batch is not None:
+            request.batch.is_served = True
 
     def remove(self, request: Request) -> None:
         self.num_tokens -= len(request.token_ids)
@@ -50,9 +56,8 @@ class WaitingRoom:
             self.queue.remove(request)
 
     def prompt_computed(self, leader: Request) -> None:
-        """Queues the other choices. Their request has been served by now, so no deadline ends them."""
+        """Queues the other choices."""
         for sibling in self._groups.prompt_computed(leader):
-            sibling.deadline = None
             self.queue.add(sibling)
 
     def succeed(self, ended: Request) -> None:
@@ -62,13 +67,16 @@ class WaitingRoom:
             self.queue.add(heir)
 
     def expired(self, requests: dict[str, Request], now: float) -> Iterator[Request]:
-        """Those of `requests` that have waited past their deadline without ever being scheduled.
+        """Those of `requests` that have waited past their deadline, neither they nor one of their batch ever scheduled:
+        an answer that is being made has no deadline any more.
 
         Whoever is held waits for a request that is served already, or expires before it.
         """
         while self._deadlines and self._deadlines[0][0] < now:
             request = requests.get(heappop(self._deadlines)[2])
-            if request is None or request.deadline is None or request.timings.first_scheduled:
+            if request is None or request.timings.first_scheduled:
+                continue
+            if request.batch is not None and request.batch.is_served:
                 continue
             if not self._groups.holds(request):
                 yield request

@@ -8,7 +8,6 @@ An architecture declares `weight_map` once, with `*` for the layer's number; eve
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -45,16 +44,26 @@ class Destination:
 class CausalLM(nn.Module, ABC):
     """A decoder with a language-model head. Constructed empty; `engine.model.registry.load_model` fills it."""
 
-    weight_map: ClassVar[Mapping[str, tuple[str, str]]]
-    """Checkpoint name without its part -> (module path, shard). `*` stands for the layer's number on both sides."""
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
 
+    @property
     @abstractmethod
+    def weight_map(self) -> Mapping[str, tuple[str, str]]:
+        """Checkpoint name without its part -> (module path, shard). `*` stands for the layer's number on both sides."""
+
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Logits [S, vocab_size] of the rows in `batch.logit_rows`, in the model's dtype."""
+        return self.logits(self.hidden(batch, attention))
+
+    @abstractmethod
+    def hidden(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        """What the head reads, [S, hidden_size], for the rows in `batch.logit_rows`: after the last norm."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head: [S, hidden_size] -> [S, vocab_size], row by row, in the model's dtype."""
 
     @abstractmethod
     def tie_head(self) -> None:

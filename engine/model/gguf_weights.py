@@ -33,12 +33,32 @@ NAMES = {
     "blk.*.ffn_down": "model.layers.*.mlp.down_proj",
 }
 """llama.cpp's names -> Hugging Face's, without the part; `*` for the layer's number."""
-ROPE_DIVISORS = "rope_freqs.weight"
-"""Not a weight: `RopeConfig.divisors` has it."""
+QK_NORMS = {
+    "blk.*.attn_q_norm": "model.layers.*.self_attn.q_norm",
+    "blk.*.attn_k_norm": "model.layers.*.self_attn.k_norm",
+}
+OWN_NAMES = {
+    "Qwen3ForCausalLM": QK_NORMS,
+    "Phi3ForCausalLM": {
+        "blk.*.attn_qkv": "model.layers.*.self_attn.qkv_proj",
+        "blk.*.ffn_up": "model.layers.*.mlp.gate_up_proj",
+    },
+    "Gemma3ForCausalLM": QK_NORMS
+    | {
+        "blk.*.post_attention_norm": "model.layers.*.post_attention_layernorm",
+        "blk.*.ffn_norm": "model.layers.*.pre_feedforward_layernorm",
+        "blk.*.post_ffw_norm": "model.layers.*.post_feedforward_layernorm",
+    },
+}
+"""Names that an architecture adds or means otherwise."""
+INTERLEAVED = ("LlamaForCausalLM",)
+"""Architectures whose rows of Q and K llama.cpp's converter reorders."""
+FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""No weights: `RopeConfig` has them."""
 
 
 class GGUFSource:
-    """A GGUF file of the Llama family. Raises `StartupError` for a type that is not read and for a file cut short."""
+    """Raises `StartupError` for a type that is not read and for a file cut short."""
 
     where: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -47,7 +67,8 @@ class GGUFSource:
         self.where = str(path)
         self._config = config
         file = GGUFFile.read(path)
-        self._tensors = {_name(name): tensor for name, tensor in file.tensors.items() if name != ROPE_DIVISORS}
+        names = NAMES | OWN_NAMES.get(config.architecture, {})
+        self._tensors = {_name(name, names): tensor for name, tensor in file.tensors.items() if name not in FREQUENCIES}
         for tensor in self._tensors.values():
             if tensor.offset + _bytes(tensor, self.where) > file.size:
                 raise StartupError(
@@ -61,21 +82,23 @@ class GGUFSource:
         tensor = self._tensors[name]
         data = self._data[tensor.offset : tensor.offset + _bytes(tensor, self.where)]
         values = gguf.quants.dequantize(data.reshape(*tensor.shape[:-1], -1), Kind(tensor.type))
-        if ".attn_q." in tensor.name:
+        if self._config.architecture in INTERLEAVED and ".attn_q." in tensor.name:
             values = _half_split(values, self._config.num_heads)
-        elif ".attn_k." in tensor.name:
+        elif self._config.architecture in INTERLEAVED and ".attn_k." in tensor.name:
             values = _half_split(values, self._config.num_kv_heads)
+        elif self._config.zero_centred_norms and tensor.name.endswith("norm.weight"):
+            values = values - np.float32(1.0)  # the file has what the norm multiplies by
         return torch.from_numpy(np.require(values, np.float32, ("C", "W")))
 
 
-def _name(name: str) -> str:
+def _name(name: str, names: Mapping[str, str]) -> str:
     """Hugging Face's name of a tensor; the file's own where it has none, for the message about it."""
     stem, _, part = name.rpartition(".")
     layer = re.search(r"(?<=^blk\.)\d+", stem)
     pattern = re.sub(r"^blk\.\d+", "blk.*", stem)
-    if pattern not in NAMES:
+    if pattern not in names:
         return name
-    return f"{NAMES[pattern]}.{part}".replace("*", layer.group() if layer else "*")
+    return f"{names[pattern]}.{part}".replace("*", layer.group() if layer else "*")
 
 
 def _bytes(tensor: GGUFTensor, where: str) -> int:

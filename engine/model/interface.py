@@ -14,14 +14,15 @@ class ForwardBatch:
     """int64 [T]"""
     positions: torch.Tensor
     """int64 [T]: absolute position of each token in its sequence"""
-    slot_mapping: torch.Tensor
-    """int64 [T]: block id x block_size + offset, where K and V of the token go; -1: padding, not stored"""
+    slot_mapping: tuple[torch.Tensor, ...]
+    """int64 [T] of each KV group: block id x block_size + offset, where K and V of the token go; -1: padding"""
     query_start: torch.Tensor
     """int32 [B + 1]: rows [query_start[b], query_start[b+1]) belong to sequence b"""
     seq_lens: torch.Tensor
     """int32 [B]: context length of sequence b including this step's tokens"""
-    block_tables: torch.Tensor
-    """int32 [B, max_blocks]: blocks of sequence b in order; entries past its length are undefined"""
+    block_tables: tuple[torch.Tensor, ...]
+    """int32 [B, max_blocks] of each KV group: blocks of sequence b in order; entries past its length, and in a windowed
+    group those of blocks that none of its rows can see, are undefined"""
     logit_rows: torch.Tensor
     """int64 [S]: rows whose hidden state goes through the head"""
     adapter_slots: torch.Tensor | None = None
@@ -41,9 +42,9 @@ class AttentionBackend(Protocol):
     name: str
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, scale: float
     ) -> torch.Tensor:
-        """Stores k and v, then attends causally.
+        """Stores k and v, then attends causally; `scale` multiplies q . k.
 
         q: [T, heads, head_dim], rotated; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim], model dtype.
         All rows' K and V are stored before any row attends.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from configs.model import ARCHITECTURES, ModelConfig
+from configs.model import FAMILIES, ModelConfig
 from engine.model.base import CausalLM
 from engine.model.gguf_weights import GGUFSource
 from engine.model.weights import SafetensorsSource, WeightSource, load_weights
@@ -23,7 +23,7 @@ def load_model(
     """
     window = config.effective_window(max_model_len)
     source: WeightSource = GGUFSource(path, config) if path.is_file() else SafetensorsSource(path)
-    module = import_module(f"engine.model.archs.{ARCHITECTURES[config.architecture]}")
+    module = import_module(f"engine.model.archs.{FAMILIES[config.architecture].module}")
     model: CausalLM = module.Model(config, dtype, window)
     load_weights(model, source, progress)
     return model.eval()

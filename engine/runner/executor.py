@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.messages import NewRow, RowResult, StepPlan, StepResult
+from engine.messages import NewRow, PromptScores, RowResult, StepPlan, StepResult
 from engine.ports import Masks
 from engine.runner.model_runner import ModelRunner
 from engine.runner.request_rows import Slots
@@ -27,6 +27,8 @@ class StepHandle:
     slots: Slots
     """The sampling rows, in plan order."""
     logits: torch.Tensor | None
+    """Of the sampling rows."""
+    scores: dict[int, PromptScores]
     result: StepResult | None = None
 
 
@@ -53,10 +55,35 @@ class SingleExecutor:
         self.runner.apply(plan)
         for row in plan.new_rows:
             self._admit(row)
-        logits = self.runner.forward(plan)
-        sampling = [slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
-        self._open = StepHandle(plan.step, np.array(sampling, np.int64), logits)
+        hidden = self.runner.forward(plan)
+        sampling = np.array([slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples], np.int64)
+        logits = self.runner.logits(hidden[: len(sampling)]) if hidden is not None and len(sampling) else None
+        scores = {} if hidden is None else self._score(plan, hidden[len(sampling) :])
+        self._open = StepHandle(plan.step, sampling, logits, scores)
         return self._open
+
+    @torch.inference_mode()
+    def _score(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, PromptScores]:
+        """Log-probabilities of the prompt tokens that follow the rows of `plan.scored_slots`; hidden: those rows'.
+
+        The head goes over a bounded number of rows at a time: logits of a whole chunk would be vocabulary times chunk.
+        """
+        scores: dict[int, PromptScores] = {}
+        start = 0
+        for slot in plan.scored_slots:
+            end = min(int(self.rows.num_computed[slot]), int(self.rows.num_prompt[slot]) - 1)
+            first = int(self.rows.num_computed[slot]) - plan.num_tokens[plan.slots.index(slot)] + 1
+            following = self.rows.token_ids[slot, first : end + 1].astype(np.int64)
+            rows, start = hidden[start : start + len(following)], start + len(following)
+            num_top = self.sampler.columns.num_prompt_logprobs[slot]
+            try:
+                found = self.sampler.score(rows, self.runner.logits, following, int(num_top))
+                scores[slot] = PromptScores(first, found)
+            except Exception as error:
+                log.warning("a prompt could not be scored", exc_info=True)
+                scores[slot] = PromptScores(first, [], str(error))
+        assert start == hidden.shape[0], (start, hidden.shape)
+        return scores
 
     def sample(self, handle: StepHandle, masks: Masks | None) -> StepResult:
         """Draws one token for each sampling row, or tells why one has none."""
@@ -75,11 +102,12 @@ class SingleExecutor:
 
         Call it before any request: it uses the first slots and blocks, and leaves both as they were.
         """
-        limits, spec = self.runner.limits, self.runner.spec
-        count = min(limits.max_num_seqs, self.runner.pool.shape[0], 8)
+        limits, pools, block_size = self.runner.limits, self.runner.pools, self.rows.block_size
+        num_pages = min(len(pool) for pool in pools)
+        count = min(limits.max_num_seqs, num_pages, 8)
         length = min(WARM_UP_TOKENS // count, limits.max_model_len - 2, limits.max_num_batched_tokens // count)
-        length = max(1, min(length, self.runner.pool.shape[0] // count * spec.block_size - 1))
-        blocks = spec.blocks_for_tokens(length + 1)
+        length = max(1, min(length, num_pages // count * block_size - 1))
+        blocks = -(-(length + 1) // block_size)
         params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
         rows = [
             NewRow(
@@ -89,7 +117,7 @@ class SingleExecutor:
                 num_prompt_tokens=length,
                 params=params if slot % 2 else SamplingParams(temperature=0.0),
                 index=0,
-                block_ids=list(range(slot * blocks, (slot + 1) * blocks)),
+                block_ids=[list(range(slot * blocks, (slot + 1) * blocks))] * len(pools),
                 num_computed=0,
             )
             for slot in range(count)
@@ -99,7 +127,8 @@ class SingleExecutor:
             self.sample(self.forward(_plan(list(range(count)), 1, [])), None)
         self.forward(_plan([], 0, [], freed=list(range(count))))
         self.shutdown()
-        self.runner.pool[: count * blocks] = 0
+        for pool in pools:
+            pool[: count * blocks] = 0
 
     def _admit(self, row: NewRow) -> None:
         """A row that cannot be sampled as asked fails alone, when its first token is due."""
@@ -128,7 +157,7 @@ class SingleExecutor:
             # A failed row gets a token as well; nobody sees it, and a late step may still compute it.
             self.rows.append_tokens(slots, sampled.token_ids)
             self.sampler.columns.record(numbers, token_ids)
-        handle.result = StepResult(handle.step, results)
+        handle.result = StepResult(handle.step, results, handle.scores)
         return handle.result
 
     def _fail(self, results: list[RowResult]) -> None:

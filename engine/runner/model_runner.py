@@ -1,16 +1,18 @@
-"""Owns the KV pool, the request rows and the model: applies a plan's differences, then runs its tokens.
+"""Owns the KV pools, the request rows and the model: applies a plan's differences, then runs its tokens.
 
 What does not belong here: choosing tokens (`sampling/`), what to run (`engine/core`), how K and V are stored
 (`kv_store/`) and how attention reads them (`attention/`).
 """
 
-import torch
-from torch import nn
+from collections.abc import Sequence
 
-from configs.kv import KVSpec
+import torch
+
+from configs.kv import KVLayout
 from configs.limits import SchedulerLimits
 from configs.model import ModelConfig
 from engine.messages import StepPlan
+from engine.model.base import CausalLM
 from engine.runner.attention.paged import PagedAttention
 from engine.runner.kv_store.plain import PlainStore, allocate_pool
 from engine.runner.prepare import BatchBuilder
@@ -22,13 +24,24 @@ class ModelRunner:
     """One model on one device. `apply` and `forward` are called in turn, once a step, by one thread."""
 
     def __init__(
-        self, model: nn.Module, config: ModelConfig, spec: KVSpec, num_blocks: int, limits: SchedulerLimits
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        layout: KVLayout,
+        num_pages: Sequence[int],
+        limits: SchedulerLimits,
     ) -> None:
-        """model: `engine.model.base.CausalLM`, or what is called like it. `StartupError` if the pool does not fit."""
-        self.model, self.config, self.spec, self.limits = model, config, spec, limits
-        self.pool = allocate_pool(num_blocks, spec.block_bytes)
-        self.rows = RequestRows(limits.max_num_seqs, limits.max_model_len, spec.block_size)
-        self.attention = PagedAttention(PlainStore(self.pool, spec), config.head_dim**-0.5)
+        """model: an `engine.model.base.CausalLM`, or what has its `hidden` and `logits`; num_pages: of each group.
+
+        `StartupError` if the pools do not fit.
+        """
+        self.model, self.config, self.limits = model, config, limits
+        self.pools = tuple(
+            allocate_pool(count, group.spec.block_bytes) for count, group in zip(num_pages, layout.groups, strict=True)
+        )
+        """uint8 [pages, block_bytes] of each KV group"""
+        self.rows = RequestRows(limits.max_num_seqs, limits.max_model_len, layout.block_size, len(self.pools))
+        self.attention = PagedAttention(PlainStore(self.pools, layout), layout)
         self._builder = BatchBuilder(self.rows, limits.max_num_batched_tokens)
 
     def apply(self, plan: StepPlan) -> None:
@@ -40,17 +53,26 @@ class ModelRunner:
             self.rows.admit(row, self.config.vocab_size)
         for slot, block_ids in plan.new_blocks:
             self.rows.append_blocks(slot, block_ids)
-        if plan.copies:
-            ops.copy_blocks(self.pool, plan.copies)
+        for number, pool in enumerate(self.pools if plan.copies else ()):
+            pairs = [(source, destination) for group, source, destination in plan.copies if group == number]
+            if pairs and pool.shape[1]:
+                ops.copy_blocks(pool, pairs)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
-        """Logits [S, vocab] of the sampling rows in plan order, model dtype; None where the plan computes nothing.
+        """What the head reads, [S, hidden]: of the sampling rows in plan order, then of the rows of `plan.scored_slots`
+        that a prompt token follows, slot by slot. None where the plan computes nothing.
 
         The rows' `num_computed` moves only when the model has succeeded.
         """
         if not plan.slots:
             return None
-        logits: torch.Tensor = self.model(self._builder.build(plan), self.attention)
+        hidden: torch.Tensor = self.model.hidden(self._builder.build(plan), self.attention)
         self.rows.num_computed[plan.slots] += plan.num_tokens
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden] -> [S, vocab], model dtype, row by row."""
+        logits: torch.Tensor = self.model.logits(hidden)
         return logits

@@ -19,16 +19,16 @@ Slots = npt.NDArray[np.int64]
 class RequestRows:
     """Columns over slots; a slot's values mean something between `admit` and `release` only.
 
-    token_ids    int32 [slots, max_model_len]   prompt and output
-    block_table  int32 [slots, max_blocks]      blocks in order
+    token_ids     int32 [slots, max_model_len]          prompt and output
+    block_tables  int32 [groups, slots, max_blocks]     by KV group: blocks in order
     lengths, num_prompt, num_computed, num_blocks   int64 [slots]
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         self.max_num_seqs = max_num_seqs
         self.block_size = block_size
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self.block_tables = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self.lengths = np.zeros(max_num_seqs, np.int64)
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
@@ -56,10 +56,12 @@ class RequestRows:
         self.lengths[slot] = self.num_prompt[slot] = self.num_computed[slot] = self.num_blocks[slot] = 0
         self.faults.pop(slot, None)
 
-    def append_blocks(self, slot: int, block_ids: list[int]) -> None:
+    def append_blocks(self, slot: int, block_ids: list[list[int]]) -> None:
+        """`block_ids`: by KV group, as many in each."""
         start = self.num_blocks[slot]
-        self.block_table[slot, start : start + len(block_ids)] = block_ids
-        self.num_blocks[slot] = start + len(block_ids)
+        end = start + len(block_ids[0])
+        self.block_tables[:, slot, start:end] = block_ids
+        self.num_blocks[slot] = end
 
     def append_tokens(self, slots: Slots, token_ids: npt.NDArray[np.int64]) -> None:
         """One drawn token for each of `slots` (no slot twice)."""

@@ -70,16 +70,20 @@ class ChatRenderer:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
         window: int | None = None,
+        must_fit: bool = True,
     ) -> list[int]:
         """Token ids of the conversation; BOS where the template writes it.
 
         `continue_final_message` ends inside the last message, for the model to go on with it. Raises
-        `ContextLengthExceeded` where the text certainly exceeds `window` tokens (None: no limit), `InvalidRequest`
-        for messages that cannot be taken, for a template that refuses them or fails, and where there is no template.
+        `ContextLengthExceeded` where the text certainly exceeds `window` tokens (None: no limit; with `must_fit`
+        alone), `InvalidRequest` for messages that cannot be taken, for a template that refuses them or fails, where
+        there is no template, and for more text than is tokenised at once.
         """
         chat = self._chat(messages, add_generation_prompt, continue_final_message, tools, template_kwargs)
         text = self._render_all(chat)
-        self._tokenizer.check_fits(text, window)
+        if must_fit:
+            self._tokenizer.check_fits(text, window)
+        self._tokenizer.check_length(text, window)
         if not self._holds_control_text(chat):
             return self._tokenizer.encode_trusted(text)
         return self._tokenizer.encode_trusted(*self._attribute(chat, text))

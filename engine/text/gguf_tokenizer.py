@@ -6,6 +6,7 @@ Reference: transformers' conversion of the same files, and llama.cpp's `llama-vo
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,50 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How a byte-level vocabulary wants text cut before it merges."""
+
+    split: str | None = None
+    """Regular expression of the pieces; None: GPT-2's."""
+    digits: bool = False
+    """Digits one by one, before anything else."""
+    composed: bool = False
+    """Unicode NFC first."""
+    whole_words: bool = False
+    """A piece that is in the vocabulary is taken as it stands, though no merge may lead to it (tiktoken does so)."""
+    adds_bos: bool = False
+    """What a file without `add_bos_token` means."""
+
+
+LLAMA3 = PreTokenizer(LLAMA3_SPLIT, whole_words=True, adds_bos=True)
+QWEN2 = PreTokenizer(QWEN2_SPLIT, composed=True)
 PRE_TOKENIZERS = {
-    "default": "gpt-2",
-    "gpt-2": "gpt-2",
-    "smollm": "smollm",
-    "llama-bpe": "llama-bpe",
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "qwen2": "qwen2",
-    "deepseek-r1-qwen": "qwen2",
+    "default": PreTokenizer(),
+    "gpt-2": PreTokenizer(),
+    "smollm": PreTokenizer(digits=True),
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2,
+    "tekken": PreTokenizer(TEKKEN_SPLIT, whole_words=True, adds_bos=True),
+    "dbrx": PreTokenizer(LLAMA3_SPLIT),
+    "gpt-4o": PreTokenizer(GPT4O_SPLIT),
 }
-"""`tokenizer.ggml.pre` -> the splitting rule it means"""
+"""By `tokenizer.ggml.pre`. Phi-4's files say dbrx, Phi-4-mini's gpt-4o, Mistral Nemo's tekken."""
 
 ROLES = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -46,6 +80,7 @@ ROLES = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
+PHI3_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 END_IDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -80,54 +115,64 @@ def read_gguf(path: Path) -> TokenizerParts:
         raise StartupError(f"--model {path}: the tokenizer in it cannot be read: {error}.") from None
 
 
+def gguf_end_ids(path: Path) -> tuple[int, ...]:
+    """Ids that end a sequence, whatever else there is to say of the tokenizer."""
+    return _end_ids(GGUFFile.read(path).metadata)
+
+
+def _end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(metadata[key] for key in END_IDS if key in metadata))
+
+
 def _parts(backend: Tokenizer, metadata: Mapping[str, Any], kind: str, pre: str) -> TokenizerParts:
     tokens = metadata["tokenizer.ggml.tokens"]
     named = {role: tokens[metadata[key]] for role, key in ROLES.items() if key in metadata}
-    ends = dict.fromkeys(metadata[key] for key in END_IDS if key in metadata)
     # A file without the flag means what its kind of vocabulary has always meant.
-    adds_bos = kind == "llama" or PRE_TOKENIZERS.get(pre) == "llama-bpe"
+    adds_bos = kind == "llama" or PRE_TOKENIZERS[pre].adds_bos
     return TokenizerParts(
         backend,
         named,
-        tuple(ends),
+        _end_ids(metadata),
         "bos_token" in named and bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
         metadata.get("tokenizer.chat_template"),
     )
 
 
-def _byte_level(metadata: Mapping[str, Any], pre: str) -> Tokenizer:
+def _byte_level(metadata: Mapping[str, Any], pre: PreTokenizer) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    # Llama 3 was trained by tiktoken, which takes a whole word that is in the vocabulary as it stands.
-    backend = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe"))
-    by_gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    after_split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if pre == "gpt-2":
-        backend.pre_tokenizer = by_gpt2
-    elif pre == "smollm":
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_gpt2])
-    else:
-        pattern = LLAMA3_SPLIT if pre == "llama-bpe" else QWEN2_SPLIT
-        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([split, after_split])
-    if pre == "qwen2":
+    backend = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.whole_words))
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.split is None)]
+    if pre.split is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
+    if pre.digits:
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if pre.composed:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
-    tokens = metadata["tokenizer.ggml.tokens"]
+    family, tokens = metadata.get("general.architecture"), metadata["tokenizer.ggml.tokens"]
+    if family == "gemma3":  # its runs of spaces are written as such
+        tokens = [token.replace(" ", SPACE) if not token.strip(" ") else token for token in tokens]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" in metadata:
         merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     else:
-        merges = merges_from_scores(vocabulary, metadata["tokenizer.ggml.scores"])
+        # Gemma was trained to merge in the order of its vocabulary, which its scores do not follow.
+        in_order = [-float(index) for index in range(len(tokens))]
+        merges = merges_from_scores(vocabulary, in_order if family == "gemma3" else metadata["tokenizer.ggml.scores"])
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     backend = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    scheme = "first" if prefix else "never"
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    if family == "phi3" and prefix:  # a space more, also before text that begins with one or follows a control token
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    else:
+        scheme = "first" if prefix else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
     return backend
@@ -149,5 +194,13 @@ def _add_tokens(backend: Tokenizer, metadata: Mapping[str, Any]) -> None:
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ())
     control = [t for t, kind in zip(tokens, types, strict=False) if kind in (TokenType.CONTROL, TokenType.UNKNOWN)]
     own = [token for token, kind in zip(tokens, types, strict=False) if kind == TokenType.USER_DEFINED]
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
+    # Phi-3's markup takes the whitespace after it along; the file does not say so.
+    strips = metadata.get("general.architecture") == "phi3" and metadata["tokenizer.ggml.model"] == "llama"
+    backend.add_special_tokens(
+        [
+            AddedToken(token, normalized=False, special=True, rstrip=strips and token not in PHI3_UNSTRIPPED)
+            for token in control
+        ]
+    )
+    known = [token for token in own if backend.token_to_id(token) is not None]  # Gemma's spaces are spelled otherwise
+    backend.add_tokens([AddedToken(token, normalized=False, special=False, rstrip=strips) for token in known])

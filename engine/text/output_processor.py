@@ -40,6 +40,7 @@ class OutputProcessor:
         self._stops = StopMatcher(stops or StopStrings(params.stop), params.include_stop_str_in_output)
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] | None = [] if params.prompt_logprobs is not None else None
         self._timings: Timings | None = None
         self._cached_tokens = 0
         self._num_preemptions = 0
@@ -55,6 +56,8 @@ class OutputProcessor:
         self._timings = output.timings or self._timings
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         self._num_preemptions = max(self._num_preemptions, output.num_preemptions)
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs += output.prompt_logprobs or ()
         text, stop = "", None
         last = len(output.token_ids) - 1
         for position, token_id in enumerate(output.token_ids):
@@ -95,6 +98,7 @@ class OutputProcessor:
             text=text,
             token_ids=self._token_ids,
             logprobs=self._logprobs if self._params.logprobs is not None else None,
+            prompt_logprobs=self._prompt_logprobs,
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
             error=error,
@@ -102,5 +106,5 @@ class OutputProcessor:
             timings=self._timings,
             num_preemptions=self._num_preemptions,
         )
-        self._token_ids, self._logprobs, self._timings = [], [], None
+        self._token_ids, self._logprobs, self._prompt_logprobs, self._timings = [], [], None, None
         return delta

@@ -12,6 +12,7 @@ A control token is any added token that is not mere whitespace, special or not (
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tokenizers
@@ -19,12 +20,15 @@ import tokenizers
 from engine.errors import ContextLengthExceeded, InvalidRequest, StartupError
 from engine.source import ModelSource
 from engine.text.detokenizer import ByteDetokenizer, Detokenizer, LibraryDetokenizer
-from engine.text.gguf_tokenizer import SPACE, read_gguf
+from engine.text.gguf_tokenizer import SPACE, gguf_end_ids, read_gguf
 from engine.text.token_bytes import TokenBytes, byte_level_alphabet
-from engine.text.tokenizer_files import TokenizerParts, read_folder
+from engine.text.tokenizer_files import TokenizerParts, generation_end_ids, read_folder
 
 LONG_TEXT = 1024
 """Characters from which a text is encoded without the interpreter's lock, so that other threads go on."""
+MAX_TEXT_CHARS = 1 << 20
+MAX_CHARS_PER_TOKEN = 16
+"""A text may be as long as the window's tokens times this, if that is more. Usual are 3 to 5."""
 PIECE = 1 << 14
 """Characters that one search of a long text covers: it holds the interpreter's lock, at 40 ns a character at worst."""
 NFC_SHRINKS = 4
@@ -59,7 +63,7 @@ class Tokenizer:
     @classmethod
     def load(cls, source: ModelSource) -> "Tokenizer":
         """Reads tokenizer.json of a folder, or a GGUF's metadata. Raises `StartupError`."""
-        tokenizer = cls(read_gguf(source.path) if source.is_gguf else read_folder(source.path))
+        tokenizer = cls(_replaced(source) if source.tokenizer else _own(source))
         if not tokenizer.eos_token_ids:
             raise StartupError(f"--model {source.name} names no end-of-sequence token, so nothing would ever end.")
         return tokenizer
@@ -84,6 +88,17 @@ class Tokenizer:
         at_least = -(-len(text.encode("utf-8", "replace").translate(None, dropped)) // longest)
         if at_least > window:
             raise ContextLengthExceeded(window, at_least, at_least=True)
+
+    def check_length(self, text: str, window: int | None) -> None:
+        """Raises `InvalidRequest` for a text that is not to be tokenised even to be counted or cut: what that takes in
+        memory is some 200 bytes a character."""
+        limit = max(MAX_TEXT_CHARS, MAX_CHARS_PER_TOKEN * (window or 0))
+        if len(text) > limit:
+            raise InvalidRequest(
+                f"The text has {len(text)} characters; at most {limit} are tokenised at once.",
+                None,
+                "string_above_max_length",
+            )
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of `text` as words: nothing in it is a control token, no BOS. Raises `InvalidRequest` as `encode`."""
@@ -155,6 +170,21 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self.special_ids
+
+
+def _own(source: ModelSource) -> TokenizerParts:
+    return read_gguf(source.path) if source.is_gguf else read_folder(source.path)
+
+
+def _replaced(source: ModelSource) -> TokenizerParts:
+    """The tokenizer of --tokenizer; what ends a sequence, the model's own files know too."""
+    assert source.tokenizer is not None
+    try:
+        parts = read_folder(source.tokenizer)
+    except StartupError as error:
+        raise StartupError(str(error).replace("--model", "--tokenizer", 1)) from None
+    own = gguf_end_ids(source.path) if source.is_gguf else generation_end_ids(source.path)
+    return replace(parts, eos_token_ids=tuple(dict.fromkeys([*own, *parts.eos_token_ids])))
 
 
 def _is_blank(text: str) -> bool:

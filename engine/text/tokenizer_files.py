@@ -83,9 +83,8 @@ def _special(named: dict[str, str], config: dict[str, Any], backend: tokenizers.
     return [text for text in wanted if text not in marked and backend.token_to_id(text) is not None]
 
 
-def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
-    """generation_config.json, else config.json; the tokenizer's own EOS always counts."""
-    ids: list[int] = []
+def generation_end_ids(folder: Path) -> list[int]:
+    """`eos_token_id` of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
         found = _read_json(folder / name).get("eos_token_id")
         if found is not None:
@@ -94,9 +93,14 @@ def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None)
                 raise StartupError(
                     f"--model {folder}: eos_token_id in {name} must be a token id or a list of them, got {found!r}."
                 )
-            break
+            return ids
+    return []
+
+
+def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
+    """As the model's files say; the tokenizer's own EOS always counts."""
     own = backend.token_to_id(eos_token) if eos_token is not None else None
-    return tuple(dict.fromkeys(ids if own is None else [*ids, own]))
+    return tuple(dict.fromkeys([*generation_end_ids(folder), *([] if own is None else [own])]))
 
 
 def _post_processor_adds(backend: tokenizers.Tokenizer, bos: str) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from configs.kv import KVSpec
 from kernels.cpu import library
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
+from kernels.ops import LayerPages
 from kernels.registry import Accepted, Candidate, Refused
 
 ISAS = {
@@ -21,6 +21,9 @@ ISAS = {
     torch.bfloat16: ("baseline", "avx2", "avx512", "avx512bf16", "amx"),
 }
 """Instruction sets that the sources of attention have."""
+
+NO_WINDOW = 2**31 - 1
+"""Tokens: no sequence has more, its length being an int32."""
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 
@@ -44,6 +47,7 @@ class AttentionCall(ctypes.Structure):
         ("query_start", _PTR),
         ("seq_lens", _PTR),
         ("sequences", _I64),
+        ("window", _I64),
         ("scale", ctypes.c_float),
         ("out", _PTR),
     )
@@ -78,25 +82,24 @@ class NativeAttention:
     def __call__(
         self,
         q: torch.Tensor,
-        pool: torch.Tensor,
-        spec: KVSpec,
-        layer: int,
+        pages: LayerPages,
         block_tables: torch.Tensor,
         query_start: torch.Tensor,
         seq_lens: torch.Tensor,
         scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         rows, heads, dims = q.shape
-        k_part, v_part = spec.parts[layer]
+        k_part, v_part = pages.parts
         out = q.new_empty(rows, heads * dims)
         call = AttentionCall(
             q.data_ptr(),
             q.stride(0),
-            pool.data_ptr(),
-            spec.block_bytes,
+            pages.pool.data_ptr(),
+            pages.spec.block_bytes,
             k_part.offset,
             v_part.offset,
-            spec.block_size,
+            pages.spec.block_size,
             heads,
             k_part.shape[0],
             dims,
@@ -105,6 +108,7 @@ class NativeAttention:
             query_start.data_ptr(),
             seq_lens.data_ptr(),
             seq_lens.shape[0],
+            NO_WINDOW if window is None else window,
             scale,
             out.data_ptr(),
         )
@@ -119,21 +123,19 @@ class NativeStore:
 
     entry: Callable[..., None]
 
-    def __call__(
-        self, k: torch.Tensor, v: torch.Tensor, pool: torch.Tensor, spec: KVSpec, layer: int, slot_mapping: torch.Tensor
-    ) -> None:
+    def __call__(self, k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: torch.Tensor) -> None:
         tokens, kv_heads, dims = k.shape
-        k_part, v_part = spec.parts[layer]
+        k_part, v_part = pages.parts
         call = StoreCall(
             k.data_ptr(),
             v.data_ptr(),
             k.stride(0),
             v.stride(0),
-            pool.data_ptr(),
-            spec.block_bytes,
+            pages.pool.data_ptr(),
+            pages.spec.block_bytes,
             k_part.offset,
             v_part.offset,
-            spec.block_size,
+            pages.spec.block_size,
             kv_heads,
             dims,
             slot_mapping.data_ptr(),

@@ -9,6 +9,7 @@ import torch
 
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
+from kernels.ops import Gate
 
 ISAS = {
     torch.float32: ("baseline", "avx2", "avx512"),
@@ -16,10 +17,13 @@ ISAS = {
 }
 """Instruction sets that the sources have."""
 
+GATES: dict[Gate, int] = {"silu": 1, "gelu_tanh": 2}
+"""As in `csrc/numbers.h`."""
+
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
-_NORM = (_PTR, _I64, _PTR, _I64, _PTR, ctypes.c_float, _I64, _I64, _PTR)
-_ROTARY = (_PTR, _I64, _I64, _PTR, _I64, _I64, _PTR, _PTR, _PTR, _I64, _I64)
-_SILU_MUL = (_PTR, _I64, _I64, _I64, _PTR)
+_NORM = (_PTR, _I64, _PTR, _I64, _PTR, _I64, ctypes.c_float, _I64, _I64, _I64, _PTR)
+_ROTARY = (_PTR, _I64, _I64, _PTR, _I64, _I64, _I64, _PTR, _PTR, _PTR, _I64, _I64)
+_GATE_MUL = (_PTR, _I64, _I64, _I64, _I64, _PTR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +33,12 @@ class NativeNorm:
     entry: Callable[..., None]
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        rows, width = x.shape
-        out = x.new_empty((rows, width))
+        rows, heads, width = x.shape if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
+        out = x.new_empty(x.shape)
         # fmt: off
         self.entry(
-            x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), eps, rows, width, out.data_ptr(),
+            x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), weight.dtype is torch.float32, eps, rows, heads,
+            width, out.data_ptr(),
         )
         # fmt: on
         return out
@@ -50,8 +55,8 @@ class NativeAddNorm:
         out = x.new_empty((rows, width))
         # fmt: off
         self.entry(
-            x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(), eps, rows, width,
-            out.data_ptr(),
+            x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(),
+            weight.dtype is torch.float32, eps, rows, 1, width, out.data_ptr(),
         )
         # fmt: on
         return out
@@ -66,24 +71,25 @@ class NativeRotary:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
+        tokens, q_heads, dims = q.shape
         # fmt: off
         self.entry(
-            q.data_ptr(), q.stride(0), q.shape[1], k.data_ptr(), k.stride(0), k.shape[1],
-            positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], q.shape[0],
+            q.data_ptr(), q.stride(0), q_heads, k.data_ptr(), k.stride(0), k.shape[1], dims,
+            positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], tokens,
         )
         # fmt: on
 
 
 @dataclass(frozen=True, slots=True)
-class NativeSiluMul:
-    """`silu_mul`."""
+class NativeGateMul:
+    """`gate_mul`."""
 
     entry: Callable[..., None]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, gate: Gate) -> torch.Tensor:
         rows, width = x.shape
         out = x.new_empty((rows, width // 2))
-        self.entry(x.data_ptr(), x.stride(0), width // 2, rows, out.data_ptr())
+        self.entry(x.data_ptr(), x.stride(0), width // 2, rows, GATES[gate], out.data_ptr())
         return out
 
 
@@ -95,5 +101,5 @@ CANDIDATES = (
     *native_candidates("rms_norm", "norm", ISAS, _make(NativeNorm, "norm", _NORM)),
     *native_candidates("add_rms_norm", "norm", ISAS, _make(NativeAddNorm, "norm", _NORM)),
     *native_candidates("rotary", "rotary", ISAS, _make(NativeRotary, "rotary", _ROTARY)),
-    *native_candidates("silu_mul", "silu_mul", ISAS, _make(NativeSiluMul, "silu_mul", _SILU_MUL)),
+    *native_candidates("gate_mul", "gate_mul", ISAS, _make(NativeGateMul, "gate_mul", _GATE_MUL)),
 )

@@ -31,15 +31,19 @@ def probe(packed: PackedLinear, dtype: torch.dtype) -> str | None:
     return None
 
 
-def report(layers: Mapping[str, PackedLinear], dtype: torch.dtype) -> str:
-    """For the start-up block: that other requests change no answer, or which layers are not exact and why.
+def inexact(layers: Mapping[str, PackedLinear], dtype: torch.dtype) -> dict[str, str]:
+    """The layers that are not exact, and why, in words.
 
     layers: by name. One of each shape is probed: those of one shape are computed alike.
     """
     shapes: dict[tuple[int, int], str] = {}
     for name, packed in layers.items():
         shapes.setdefault((packed.out_features, packed.in_features), name)
-    failures = {name: reason for name in shapes.values() if (reason := probe(layers[name], dtype))}
+    return {name: reason for name in shapes.values() if (reason := probe(layers[name], dtype))}
+
+
+def report(failures: Mapping[str, str]) -> str:
+    """For the start-up block: that other requests change no answer, or which layers are not exact and why."""
     if not failures:
         return "not changed by other requests in the least, bit for bit (checked on this machine)"
     found = "; ".join(f"{name}: {reason}" for name, reason in failures.items())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import ops
+from kernels.cpu.elementwise import GATES
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
 from kernels.registry import Accepted, Candidate, Refused
@@ -35,7 +36,7 @@ _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 class LinearWeight(ctypes.Structure):
     """Mirror of the struct in `csrc/linear.h`."""
 
-    _fields_ = (("units", _PTR), ("bias", _PTR), ("n", _I64), ("k", _I64), ("depth", _I64), ("gated", _I64))
+    _fields_ = (("units", _PTR), ("bias", _PTR), ("n", _I64), ("k", _I64), ("depth", _I64), ("gate", _I64))
 
 
 class WeightMemory:
@@ -97,9 +98,11 @@ class NativePacker:
         self._entry = native.function(f"linear_{ending}", (_PTR, _PTR, _I64, _I64, _PTR), ctypes.c_int32)
         self._memory = WeightMemory()
 
-    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> NativeLinear:
-        outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-        if gated:
+    def __call__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, gate: ops.Gate | None = None
+    ) -> NativeLinear:
+        outputs = weight.shape[0] // 2 if gate else weight.shape[0]
+        if gate:
             weight, bias = side_by_side(weight), None if bias is None else side_by_side(bias)
         elif weight.stride(1) != 1:
             weight = weight.contiguous()
@@ -115,7 +118,11 @@ class NativePacker:
         if bias is not None:
             wide = torch.zeros(_align(columns, BLOCK))
             wide[:columns] = bias
-        layout = LinearWeight(units.data_ptr(), None if wide is None else wide.data_ptr(), outputs, k, depth, gated)
+        # fmt: off
+        layout = LinearWeight(
+            units.data_ptr(), None if wide is None else wide.data_ptr(), outputs, k, depth, GATES[gate] if gate else 0,
+        )
+        # fmt: on
         return NativeLinear(self._entry, units, wide, layout, weight.dtype)
 
 
@@ -133,7 +140,7 @@ class OneDnnLinear:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    gated: bool
+    gate: ops.Gate | None
     in_features: int
     out_features: int
 
@@ -141,14 +148,14 @@ class OneDnnLinear:
         """x: [T, in_features] -> [T, out_features]. A single row would take another path than several do."""
         rows = x.shape[0]
         out = self._multiply(x.expand(2, -1).contiguous() if rows == 1 else x.contiguous())[:rows]
-        return ops.silu_mul(out) if self.gated else out
+        return ops.gate_mul(out, self.gate) if self.gate else out
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return out
 
 
-def pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> OneDnnLinear:
+def pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None, gate: ops.Gate | None = None) -> OneDnnLinear:
     """`pack_linear` by oneDNN."""
     n, k = weight.shape
     if weight.dtype is torch.bfloat16:
@@ -156,7 +163,7 @@ def pack_onednn(weight: torch.Tensor, bias: torch.Tensor | None = None, gated: b
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 256)
     else:
         packed = weight.contiguous().to_mkldnn()
-    return OneDnnLinear(packed, bias, gated, k, n // 2 if gated else n)
+    return OneDnnLinear(packed, bias, gate, k, n // 2 if gate else n)
 
 
 def keep_onednn_from_amx() -> None:

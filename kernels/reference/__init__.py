@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kernels.reference.attention import copy_blocks, paged_attention, store_kv
-from kernels.reference.elementwise import add_rms_norm, rms_norm, rotary, silu_mul
+from kernels.reference.elementwise import add_rms_norm, gate_mul, rms_norm, rotary
 from kernels.reference.linear import pack_linear
 from kernels.registry import Accepted, Candidate
 
@@ -29,7 +29,7 @@ CANDIDATES = tuple(
         rms_norm,
         add_rms_norm,
         rotary,
-        silu_mul,
+        gate_mul,
         pack_linear,
         store_kv,
         paged_attention,

@@ -3,11 +3,13 @@
 import torch
 from torch.nn import functional
 
+from kernels.ops import Gate
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -18,10 +20,11 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
     for x in (q, k):
-        first, second = x.float().chunk(2, dim=-1)
-        x.copy_(torch.cat((first * c - second * s, second * c + first * s), dim=-1))
+        turning = x[..., : 2 * cos.shape[1]]
+        first, second = turning.float().chunk(2, dim=-1)
+        turning.copy_(torch.cat((first * c - second * s, second * c + first * s), dim=-1))
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+def gate_mul(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    gates, up = x.chunk(2, dim=-1)
+    return (functional.silu(gates) if gate == "silu" else functional.gelu(gates, approximate="tanh")) * up

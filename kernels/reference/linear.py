@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.reference.elementwise import silu_mul
+from kernels.ops import Gate
+from kernels.reference.elementwise import gate_mul
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class TorchLinear:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    gated: bool
+    gate: Gate | None
 
     @property
     def in_features(self) -> int:
@@ -22,12 +23,12 @@ class TorchLinear:
 
     @property
     def out_features(self) -> int:
-        return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
+        return self.weight.shape[0] // 2 if self.gate else self.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = functional.linear(x, self.weight, self.bias)
-        return silu_mul(out) if self.gated else out
+        return gate_mul(out, self.gate) if self.gate else out
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> TorchLinear:
-    return TorchLinear(weight, bias, gated)
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Gate | None = None) -> TorchLinear:
+    return TorchLinear(weight, bias, gate)

@@ -10,6 +10,10 @@ from server.protocol.sampling import GenerationBody, Logprobs
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 16384
 """Over all messages of a request."""
+MAX_TOOL_CALLS = 1024
+"""In one message."""
+MAX_TEMPLATE_VALUES = 1 << 17
+"""Values of all kinds and depths in the messages and in `chat_template_kwargs`, that a template may go through."""
 
 
 class Lenient(Body):
@@ -44,7 +48,7 @@ class Message(Lenient):
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -80,6 +84,7 @@ class ChatBody(GenerationBody, TemplateBody):
 
     # documented, not served: see unsupported.py
     tool_choice: Any = None
+    echo: Any = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None

@@ -10,15 +10,15 @@ from typing import Any
 from engine import TextDelta, TokenLogprobs
 from server.generation import Choice, Usage
 from server.protocol.answer import AnswerInfo, Framing, encode
-from server.protocol.logprobs import TokenSpelling, chat_logprobs
+from server.protocol.logprobs import ShownLogprobs, TokenSpelling, chat_logprobs, prompt_logprobs
 
 
 class ChatAnswer:
-    def __init__(self, info: AnswerInfo, spelling: TokenSpelling, top_logprobs: int | None) -> None:
-        """`top_logprobs`: None without log-probabilities, else the alternatives shown at each token."""
+    def __init__(self, info: AnswerInfo, spelling: TokenSpelling, shown: ShownLogprobs) -> None:
         self._info = info
         self._spelling = spelling
-        self._top = top_logprobs
+        self._top = shown.output
+        self._prompt_top = shown.prompt
         self._framing = Framing(info, "chat.completion.chunk")
         self._begun: set[int] = set()
 
@@ -40,8 +40,12 @@ class ChatAnswer:
         answer = self._info.head("chat.completion")
         answer["choices"] = [self._whole(choice) for choice in choices]
         answer["usage"] = usage.body()
+        prompt = self._info.prompt_token_ids[0]
         if self._info.return_token_ids:
-            answer["prompt_token_ids"] = self._info.prompt_token_ids[0]
+            answer["prompt_token_ids"] = prompt
+        if self._prompt_top is not None:
+            scored = choices[0].prompt_logprobs or ()
+            answer["prompt_logprobs"] = prompt_logprobs(self._spelling, prompt, scored, self._prompt_top)
         return encode(answer)
 
     def _role(self, index: int, usage: Usage) -> bytes:

@@ -36,6 +36,8 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     """A text, texts, token ids, or lists of token ids."""
     logprobs: Logprobs | None = None
+    echo: bool | None = None
+    """The answer begins with the prompt, its log-probabilities included where `logprobs` are asked for."""
     best_of: Int | None = None
     """Only the value of `n`: picking the best of more is not served."""
     add_special_tokens: bool | None = None

@@ -6,27 +6,28 @@ from typing import Any
 from engine import TextDelta, TokenLogprobs
 from server.generation import Choice, Usage
 from server.protocol.answer import AnswerInfo, Framing, encode
-from server.protocol.logprobs import CompletionLogprobs, TokenSpelling
+from server.protocol.logprobs import CompletionLogprobs, ShownLogprobs, TokenSpelling, prompt_logprobs
 
 
 class CompletionAnswer:
     def __init__(
-        self, info: AnswerInfo, spelling: TokenSpelling, top_logprobs: int | None, choices_a_prompt: int
+        self, info: AnswerInfo, spelling: TokenSpelling, shown: ShownLogprobs, choices: int, echo: bool
     ) -> None:
-        """`top_logprobs`: None without log-probabilities, else the alternatives shown at each token."""
+        """`choices`: of each prompt; `echo`: each begins with it."""
         self._info = info
         self._spelling = spelling
-        self._top = top_logprobs
-        self._choices_a_prompt = choices_a_prompt
+        self._shown = shown
+        self._choices = choices
+        self._echo = echo
         self._framing = Framing(info, "text_completion")
         self._begun: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def frames(self, delta: TextDelta, usage: Usage) -> bytes:
-        tokens_wanted = self._top is not None or self._info.return_token_ids
+        tokens_wanted = self._shown.output is not None or self._info.return_token_ids
         if not (delta.text or delta.finish_reason is not None or (delta.token_ids and tokens_wanted)):
             return b""
-        choice = self._choice(delta.index, delta.text, delta.token_ids, delta.logprobs or ())
+        choice = self._choice(delta)
         choice["finish_reason"] = delta.finish_reason
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
@@ -38,24 +39,32 @@ class CompletionAnswer:
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         rendered = []
         for choice in choices:
-            fields = self._choice(choice.index, choice.text, choice.token_ids, choice.logprobs)
             ends = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-            rendered.append({**fields, **ends})
+            rendered.append({**self._choice(choice), **ends})
         answer = self._info.head("text_completion")
         answer["choices"] = rendered
         answer["usage"] = usage.body()
         return encode(answer)
 
-    def _choice(
-        self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> dict[str, Any]:
+    def _choice(self, part: TextDelta | Choice) -> dict[str, Any]:
+        """The whole of a choice, or what a delta adds to it."""
+        begins, index = part.index not in self._begun, part.index
+        self._begun.add(index)
+        prompt = self._info.prompt_token_ids[index // self._choices]
+        text, token_ids = part.text, part.token_ids
+        logprobs: list[TokenLogprobs | None] = [*(part.logprobs or ())]
+        if begins and self._echo:
+            text, token_ids = self._spelling.text(prompt) + text, prompt + token_ids
+            logprobs = [None, *(part.prompt_logprobs or ()), *logprobs]
         fields: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
-        if self._top is not None:
-            state = self._logprobs.setdefault(index, CompletionLogprobs(self._spelling, self._top))
+        if self._shown.output is not None:
+            state = self._logprobs.setdefault(index, CompletionLogprobs(self._spelling, self._shown.output))
             fields["logprobs"] = state.render(token_ids, logprobs)
+        if begins and self._shown.prompt is not None:
+            scored = part.prompt_logprobs or ()
+            fields["prompt_logprobs"] = prompt_logprobs(self._spelling, prompt, scored, self._shown.prompt)
         if self._info.return_token_ids:
-            fields["token_ids"] = token_ids
-            if index not in self._begun:
-                self._begun.add(index)
-                fields["prompt_token_ids"] = self._info.prompt_token_ids[index // self._choices_a_prompt]
+            fields["token_ids"] = part.token_ids
+            if begins:
+                fields["prompt_token_ids"] = prompt
         return fields

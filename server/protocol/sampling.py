@@ -20,8 +20,11 @@ def _biases(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+MAX_STRINGS = 1024
+"""So that long lists cost nothing; the fields' own bounds are lower."""
+
 # A list stops at its first bad item: its errors must not outgrow it.
-Strings = Annotated[list[str], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(max_length=MAX_STRINGS, fail_fast=True)]
 Ints = Annotated[list[TokenId], Field(fail_fast=True)]
 AllowedIds = Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)]
 Biases = Annotated[
@@ -82,9 +85,10 @@ class GenerationBody(Body):
     service_tier: ServiceTier | None = None
     user: str | None = None
 
+    prompt_logprobs: Logprobs | None = None
+    """Log-probabilities of the prompt's tokens, with so many alternatives."""
+
     # documented, not served: see unsupported.py
-    echo: Any = None
-    prompt_logprobs: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None

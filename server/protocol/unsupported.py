@@ -36,8 +36,6 @@ class Unsupported:
 
 
 COMMON = (
-    Unsupported("echo", _false),
-    Unsupported("prompt_logprobs", _absent),
     Unsupported("response_format", _one_of({"type": "text"}), "other than {'type': 'text'} is not supported yet"),
     Unsupported("structured_outputs", _absent),
     Unsupported("guided_json", _absent),
@@ -54,6 +52,7 @@ TEMPLATE = (
 CHAT = (
     *COMMON,
     *TEMPLATE,
+    Unsupported("echo", _false, "is for raw completions"),
     Unsupported("tool_choice", _one_of("none", "auto"), "needs tools, and those are not supported by this server yet"),
     Unsupported("functions", _empty),
     Unsupported("function_call", _one_of("none", "auto"), "needs functions, and those are not supported"),

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions and /v1/completions: one path for both, streamed or whole."""
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
@@ -12,22 +12,18 @@ from server import translate
 from server.context import ServerContext, context_of
 from server.errors import about
 from server.generation import Generation, Work, collect
-from server.limits import read_body
+from server.intake import body_of, while_wanted
 from server.openapi import accepts
 from server.protocol.answer import Answer
-from server.protocol.body import parse
 from server.protocol.chat import ChatBody
 from server.protocol.completion import CompletionBody
 from server.protocol.sampling import GenerationBody
-from server.streaming import ClientGone, EventStream, first_delta, frames_of, unless_gone
+from server.streaming import GONE_STATUS, ClientGone, EventStream, first_delta, frames_of, unless_gone
 
 router = APIRouter(prefix="/v1", tags=["generation"])
 
 Shape = TypeVar("Shape", bound=GenerationBody)
-Translate = Callable[[ServerContext, EngineClient, Shape, Request], Awaitable[tuple[Work, Answer]]]
-
-GONE = 499
-"""For the log: nobody reads it."""
+Translate = Callable[[ServerContext, EngineClient, Shape, Request], Coroutine[Any, Any, tuple[Work, Answer]]]
 
 
 @router.post("/chat/completions", openapi_extra=accepts(ChatBody))
@@ -47,9 +43,10 @@ async def generate(request: Request, shape: type[Shape], translation: Translate[
     context = context_of(request)
     try:
         client = context.engine()
-        body = parse(shape, await read_body(request, context.limits))
+        body = await body_of(request, context, shape)
         with about(prompt):
-            work, answer = await translation(context, client, body, request)
+            translated = translation(context, client, body, request)
+            work, answer = await while_wanted(request, context, body, translated)
             generation = await Generation.start(client, work, context.metrics)
     except ClientDisconnect:
         context.metrics.request_finished("abort")
@@ -89,4 +86,4 @@ async def _streamed(request: Request, context: ServerContext, generation: Genera
 
 def _gone(context: ServerContext) -> Response:
     context.metrics.client_disconnected()
-    return Response(status_code=GONE)
+    return Response(status_code=GONE_STATUS)

@@ -49,6 +49,7 @@ def _more(stats: Stats, info: EngineReady) -> dict[str, Any]:
     return {
         "shared_pages": stats.pages_shared,
         "stored_tokens": stats.tokens_stored,
+        "window_utilization": stats.window_usage,
         "waiting_requests": stats.waiting,
         "waiting_tokens": stats.waiting_tokens,
         "step_tokens": stats.scheduled_tokens,

@@ -57,13 +57,14 @@ def _unavailable(problem: Problem, phase: str, **progress: object) -> Response:
 
 
 def _json(body: dict[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
+    """Ends its line: probes are read in terminals."""
+    return Response(msgspec.json.encode(body) + b"\n", status, headers, "application/json")
 
 
 @router.get("/version")
-async def version() -> dict[str, str]:
+async def version() -> Response:
     """Octavo's version."""
-    return {"version": VERSION}
+    return _json({"version": VERSION})
 
 
 @router.get("/metrics")

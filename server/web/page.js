@@ -17,8 +17,8 @@ function headers() {
 function showCommand(model, keyed) {
   const body = JSON.stringify({ model, messages: [{ role: "user", content: "What is an octavo?" }], max_tokens: 64 });
   const key = keyed ? " -H 'Authorization: Bearer KEY'" : "";
-  say("curl", `curl ${location.origin}/v1/chat/completions${key} \\\n  -H 'Content-Type: application/json' \\\n  -d '${body}'`);
-  say("base", location.origin + "/v1");
+  say("curl", `curl ${location.origin}${location.pathname}v1/chat/completions${key} \\\n  -H 'Content-Type: application/json' \\\n  -d '${body}'`);
+  say("base", location.origin + location.pathname + "v1");
 }
 
 function showPages(kv) {
@@ -85,7 +85,7 @@ function showEvents(events) {
 
 async function refresh() {
   try {
-    const answer = await fetch("/debug/kv?events=" + FETCHED, { headers: headers() });
+    const answer = await fetch("debug/kv?events=" + FETCHED, { headers: headers() });
     const body = await answer.json();
     const locked = answer.status === 401;
     at("key-form").hidden = !locked;

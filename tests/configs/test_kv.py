@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.kv import PAGE, KVFormat, KVSpec, LayerKV
+from configs.kv import PAGE, KVFormat, KVLayout, KVSpec, LayerKV, WindowPages
 
 layers = st.builds(
     LayerKV, st.integers(1, 12), st.sampled_from([4, 6, 30, 64, 90, 96, 128, 256]), st.sampled_from(KVFormat)
@@ -34,3 +34,36 @@ def test_known_answers():
 def test_what_cannot_be_paired_is_refused(block_size: int, head_dim: int):
     with pytest.raises(ValueError, match="even"):
         KVSpec((LayerKV(1, head_dim, KVFormat.FP32),), block_size)
+
+
+# ---------------------------------------------------------------- groups
+def layer(window: int | None, kv_heads: int = 1) -> LayerKV:
+    return LayerKV(kv_heads, 64, KVFormat.BF16, window)
+
+
+def test_layers_of_one_window_are_one_group():
+    layers = (layer(64, 2), layer(None), layer(32), layer(64, 3), layer(None, 4))
+    layout = KVLayout.of(layers, 16)
+    assert [(group.window, group.layers) for group in layout.groups] == [(None, (1, 4)), (32, (2,)), (64, (0, 3))]
+    assert layout.groups[2].spec.layers == (layers[0], layers[3])
+    assert layout.places == ((2, 0), (0, 0), (1, 0), (2, 1), (0, 1)) and layout.place(3) == (2, 1)
+    assert layout.bytes_per_token == KVSpec(layers, 16).bytes_per_token
+    assert layout.block_bytes == sum(group.spec.block_bytes for group in layout.groups)
+
+
+def test_group_0_is_there_without_layers_too_and_has_no_bytes():
+    layout = KVLayout.of((layer(64),) * 3, 16)
+    assert [(group.window, group.layers) for group in layout.groups] == [(None, ()), (64, (0, 1, 2))]
+    assert layout.groups[0].spec.block_bytes == layout.groups[0].spec.bytes_per_token == 0
+
+
+@pytest.mark.parametrize(("max_model_len", "windowed"), [(None, True), (65, True), (64, False), (30, False)])
+def test_a_window_that_no_sequence_fills_is_none(max_model_len: int | None, windowed: bool):
+    layout = KVLayout.of((layer(64), layer(None)), 16, max_model_len)
+    assert len(layout.groups) == 1 + windowed
+
+
+def test_what_a_sequence_may_hold_at_once():
+    pages = WindowPages.plan(512, 100, 16, step_tokens=64)
+    assert pages.max_held == 36 + 2 and pages.usable_tokens(16) is None
+    assert WindowPages.plan(512, 37, 16, step_tokens=64).usable_tokens(16) == 37 * 16

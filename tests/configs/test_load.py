@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from configs.errors import SettingsError
 from configs.load import Loaded, load, make_parser
-from configs.settings import Settings, flag
+from configs.settings import SECRET_FIELDS, Settings, flag
 
 SAMPLES: dict[str, tuple[str, object]] = {
     "model": ("org/some_model", "org/some_model"),
     "served_model_name": ("small", ("small",)),
+    "revision": ("refs/pr/1", "refs/pr/1"),
+    "tokenizer": ("org/other", "org/other"),
     "dtype": ("float32", "float32"),
     "max_model_len": ("32K", 32768),
     "chat_template": ("file_of_mine.jinja", "file_of_mine.jinja"),
@@ -30,17 +32,25 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "cache_sharing": ("global", "global"),
     "max_num_seqs": ("9", 9),
     "max_num_batched_tokens": ("2k", 2000),
+    "scheduling_policy": ("priority", "priority"),
     "max_num_queued_reqs": ("none", None),
     "max_num_queued_tokens": ("1M", 1048576),
     "queue_timeout": ("2.5", 2.5),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("9001", 9001),
     "api_key": ("key_1", ("key_1",)),
+    "admin_api_key": ("key_0", "key_0"),
+    "ssl_certfile": ("a_cert.pem", "a_cert.pem"),
+    "ssl_keyfile": ("a_key.pem", "a_key.pem"),
+    "ssl_keyfile_password": ("pass_word", "pass_word"),
+    "ssl_ca_certs": ("ca.pem", "ca.pem"),
+    "root_path": ("/llm_1", "/llm_1"),
     "sse_keep_alive_interval": ("0", 0.0),
     "shutdown_timeout": ("1", 1.0),
     "protect_metrics": ("true", True),
     "metrics_compat": ("none", "none"),
     "log_level": ("WARNING", "warning"),
+    "log_format": ("json", "json"),
     "num_threads": ("3", 3),
     "watchdog_timeout": ("60", 60.0),
 }
@@ -373,14 +383,16 @@ def test_print_config_shows_no_value_as_a_word_that_can_be_read_back(name: str, 
     assert re.fullmatch(rf'[a-z-]+: "(auto|none)"  # {flag(name)}: \S.*', line), line
 
 
-def test_print_config_hides_keys():
-    text = load(["--api-key", "sk-secret"], {}).describe()
-    assert "sk-secret" not in text and "api-key: 1 not shown  # --api-key" in text
+@pytest.mark.parametrize("name", sorted(SECRET_FIELDS))
+def test_print_config_hides_keys(name: str):
+    text = load([flag(name), "sk-secret"], {}).describe()
+    assert "sk-secret" not in text and f"{flag(name)[2:]}: 1 not shown  # {flag(name)}" in text
+    assert "not shown" not in load([], {}).describe()
 
 
 @EVERY_FIELD
 def test_print_config_can_be_read_back(name: str, tmp_path: Path):
-    if name == "api_key":  # left out on purpose
+    if name in SECRET_FIELDS:  # left out on purpose
         return
     text, expected = SAMPLES[name]
     printed = load(as_flags(name, text), {}).describe()

@@ -1,19 +1,24 @@
 """ModelConfig from config.json and generation_config.json: what is read, and every refusal."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import VARIANTS, build, load_reference
 
 from configs.errors import StartupError
 from configs.kv import KVFormat, KVSpec, LayerKV
-from configs.model import ModelConfig, RopeConfig
+from configs.model import FAMILIES, ModelConfig
+from configs.model_rope import RopeConfig
+from engine.model.layers.linear import Linear
+from engine.model.registry import load_model
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,8 +62,8 @@ def test_old_style_config(tmp_path: Path) -> None:
     )
     assert (config.head_dim, config.max_position, config.rms_norm_eps, config.dtype) == (64, 2048, 1e-5, "bfloat16")
     assert config.rope == RopeConfig("none", 10000.0)
-    assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
-    assert config.sliding_window is None
+    assert not (config.tie_word_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+    assert config.layer_windows == (None,) * 22 and config.local_rope is None and config.attention_scale == 0.125
     assert config.num_parameters == 1_100_048_384  # TinyLlama 1.1B
 
 
@@ -68,17 +73,74 @@ def test_what_transformers_saves(name: str, tmp_path: Path) -> None:
     config = ModelConfig.from_source(build(tmp_path, tiny))
     assert config.head_dim == (tiny.head_dim or tiny.hidden_size // tiny.num_heads)
     assert (config.hidden_size, config.vocab_size, config.num_kv_heads) == (64, 260, tiny.num_kv_heads)
-    assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (
-        tiny.tied,
-        tiny.attention_bias,
-        tiny.mlp_bias,
-    )
-    kind = tiny.rope.get("rope_type", "default")
+    assert config.tie_word_embeddings == tiny.tied
+    rope = tiny.rope.get("full_attention", tiny.rope)
+    kind = rope.get("rope_type", "default")
     assert config.rope.kind == ("none" if kind == "default" else kind)
-    assert config.rope.theta == tiny.rope.get("rope_theta", 10000.0)
-    assert config.rope.factor == tiny.rope.get("factor", 1.0)
+    assert config.rope.theta == rope.get("rope_theta", 10000.0)
+    assert config.rope.factor == rope.get("factor", 512 / config.rope.original_max_position if "phi3-" in name else 1.0)
     assert config.dtype == "float32"
-    assert config.num_parameters == load_reference(tmp_path).num_parameters()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_are_counted_as_transformers_does(name: str, tmp_path: Path) -> None:
+    folder = build(tmp_path, VARIANTS[name])
+    config, reference = ModelConfig.from_source(folder), load_reference(folder)
+    assert config.num_parameters == reference.num_parameters()
+    norms = sum(p.numel() for n, p in reference.named_parameters() if n.endswith("norm.weight"))
+    expected = 2 * config.num_parameters + (2 * 260 * 64 if config.tie_word_embeddings else 0)
+    assert config.weight_bytes("bfloat16") == expected + (2 * norms if config.zero_centred_norms else 0)
+    with torch.no_grad():
+        model = load_model(folder, config, torch.bfloat16, 256, lambda fraction: None)
+    buffers = sum(b.nbytes for n, b in model.named_buffers() if "rotary" not in n)
+    matrices = [m for m in model.modules() if isinstance(m, Linear)]
+    packed = sum(m.in_features * m.out_features + m.has_bias * m.out_features for m in matrices)
+    assert buffers + 2 * packed == config.weight_bytes("bfloat16")
+
+
+def test_families(tmp_path: Path) -> None:
+    """What each adds to Llama, from the config.json that its authors published, shortened."""
+    qwen2 = BASE | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 1024, "max_window_layers": 20}
+    config = read(tmp_path, qwen2 | {"use_sliding_window": False})
+    assert (config.qkv_bias, config.o_bias, config.layer_windows) == (True, False, (None,) * 22)
+    config = read(tmp_path, qwen2 | {"use_sliding_window": True})
+    assert config.layer_windows == (None,) * 20 + (1024,) * 2
+
+    qwen3 = BASE | {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False}
+    config = read(tmp_path, qwen3 | {"head_dim": 80})
+    assert (config.qk_norm, config.qkv_bias, config.head_dim, config.attention_scale) == (True, False, 80, 80**-0.5)
+    assert read(tmp_path, qwen3).head_dim == 128, "its class's default, not the hidden size over the heads"
+
+    phi3 = BASE | {"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047}
+    config = read(tmp_path, phi3)
+    assert (config.layer_windows, config.rotary_dim, config.rope.kind) == ((2047,) * 22, 64, "none")
+    factors = {"short_factor": [1.0] * 24, "long_factor": [2] * 24}
+    windows = {"max_position_embeddings": 131072, "original_max_position_embeddings": 2048, "sliding_window": 262144}
+    mini = phi3 | windows | {"partial_rotary_factor": 0.75}
+    for kind in ("longrope", "su", "yarn"):
+        config = read(tmp_path, mini | {"rope_scaling": {"type": kind, **factors}})
+        assert (config.layer_windows, config.rotary_dim) == ((None,) * 22, 48)
+        assert (config.rope.kind, config.rope.original_max_position, config.rope.factor) == ("longrope", 2048, 64.0)
+        assert (config.rope.divisors, config.rope.long_divisors) == ((1.0,) * 24, (2.0,) * 24)
+        assert config.rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(64) / math.log(2048)))
+
+    gemma = BASE | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "query_pre_attn_scalar": 168,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 20000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": 512,
+    }
+    config = read(tmp_path, gemma | {"sliding_window_pattern": 6})
+    assert config.layer_windows == ((512,) * 5 + (None,)) * 3 + (512,) * 4
+    assert (config.rope, config.local_rope) == (RopeConfig("linear", 1e6, 8.0), RopeConfig("none", 20000.0))
+    assert config.activation == "gelu_tanh" and config.qk_norm and config.post_norms and config.zero_centred_norms
+    assert (config.attention_scale, config.embedding_scale, config.tie_word_embeddings) == (168**-0.5, 2048**0.5, True)
+    kinds = ["full_attention", "sliding_attention"] * 11
+    assert read(tmp_path, gemma | {"layer_types": kinds}).layer_windows == (None, 512) * 11
 
 
 def test_old_rope_scaling_beside_rope_theta(tmp_path: Path) -> None:
@@ -112,7 +174,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
     generation = read(tmp_path, BASE, {"do_sample": True, **values}).generation
     assert {key: getattr(generation, key) for key in values} == values
     assert read(tmp_path, BASE, {}).generation.temperature is None
-    assert read(tmp_path, BASE, {"do_sample": False, "temperature": 0.6}).generation.temperature == 0.0
+    assert read(tmp_path, BASE, {"do_sample": False, "temperature": 0.55}).generation.temperature == 0.0
 
 
 @pytest.mark.parametrize(
@@ -150,19 +212,20 @@ def test_window_too_large(tmp_path: Path) -> None:
             config.effective_window(wanted)
 
 
-def test_sliding_window_caps_the_window(tmp_path: Path) -> None:
+def test_sliding_window_does_not_cap_the_context(tmp_path: Path) -> None:
     mistral = BASE | {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768}
     config = read(tmp_path, mistral | {"sliding_window": 4096})
-    assert (config.window, config.max_window) == (4096, 4096)
-    with pytest.raises(StartupError, match=r"--max-model-len 8192 .* 4096 tokens \(its sliding window\)"):
-        config.effective_window(8192)
-    assert read(tmp_path, mistral | {"sliding_window": None}).window == 32768
-    assert read(tmp_path, mistral | {"sliding_window": 100_000}).window == 32768
+    assert (config.window, config.max_window, config.layer_windows) == (32768, 32768, (4096,) * 22)
+    assert read(tmp_path, mistral).layer_windows == (4096,) * 22, "its class's default"
+    assert read(tmp_path, mistral | {"sliding_window": None}).layer_windows == (None,) * 22
+    assert read(tmp_path, mistral | {"sliding_window": 32768}).layer_windows == (None,) * 22, "nothing lies beyond it"
 
 
 def test_kv_layers(tmp_path: Path) -> None:
     config = read(tmp_path, BASE)
     assert config.kv_layers(KVFormat.BF16) == (LayerKV(4, 64, KVFormat.BF16),) * 22
+    config = read(tmp_path, BASE | {"architectures": ["MistralForCausalLM"], "sliding_window": 512})
+    assert config.kv_layers(KVFormat.BF16) == (LayerKV(4, 64, KVFormat.BF16, 512),) * 22
     assert KVSpec(config.kv_layers(KVFormat.BF16), 16).bytes_per_token == 2 * 22 * 4 * 64 * 2
 
 
@@ -199,13 +262,41 @@ def test_reading_a_config_loads_no_torch(tmp_path: Path) -> None:
         ({"rms_norm_eps": 0}, "rms_norm_eps must be above 0, got 0"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number, got 'small'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
-        ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu or gelu_pytorch_tanh, got 'gelu'"),
         ({"torch_dtype": "int8"}, "torch_dtype must be one of bfloat16, float16, float32, got 'int8'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         ({"rope_theta": 1.0}, "rope_theta must be above 1, got 1.0"),
         (
+            {"rope_scaling": {"type": "mrope"}},
+            "rope_scaling: type must be one of none, linear, llama3, yarn, dynamic, longrope, divisors, got 'mrope'",
+        ),
+        (
             {"rope_scaling": {"type": "longrope"}},
-            "rope_scaling: type must be one of none, linear, llama3, yarn, dynamic",
+            "rope_scaling: short_factor is missing; it must be 32",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 31 + [0.0], "long_factor": [1] * 32}},
+            "short_factor must be 32 positive numbers, got [1.0, ",
+        ),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.55},
+            "partial_rotary_factor must be an even part of a head's 64 dims, got 0.55",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
+            "final_logit_softcapping must be absent, as it is not supported, got 30.0",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            "use_bidirectional_attention must be absent, as it is not supported, got True",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["full_attention", "linear_attention"] * 11},
+            "layer_types must be a list of 22 times full_attention or sliding_attention, got ['full_attention', ",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+            "sliding_window must be an integer of at",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1, got 0.5"),
@@ -247,7 +338,10 @@ def test_senseless_values(changes: dict[str, Any], words: str, tmp_path: Path) -
 def test_what_is_not_supported_says_what_is(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     message = refusal(tmp_path, **changes)
     assert words in message
-    assert "Supported are LlamaForCausalLM, MistralForCausalLM and GGUF files of llama." in message
+    supported = (
+        "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Phi3ForCausalLM, Gemma3ForCausalLM"
+    )
+    assert f"Supported are {supported} and GGUF files of llama, qwen2, qwen3, phi3, gemma3." in message
 
 
 def test_folder_without_a_config(tmp_path: Path) -> None:
@@ -265,22 +359,36 @@ def test_config_that_is_no_json_object(text: str, tmp_path: Path) -> None:
 
 
 rope_values = st.dictionaries(
-    st.sampled_from(["type", "rope_type", "factor", "original_max_position_embeddings", "low_freq_factor", "divisors"]),
-    st.sampled_from(["linear", "yarn", "llama3", "dynamic", "divisors", 0, 1, 2.5, None, [], "x"]),
-)
+    st.sampled_from(
+        ["type", "rope_type", "factor", "original_max_position_embeddings", "low_freq_factor", "divisors",
+         "short_factor", "long_factor", "partial_rotary_factor", "full_attention", "sliding_attention"]
+    ),
+    st.sampled_from(
+        ["linear", "yarn", "llama3", "dynamic", "divisors", "longrope", "su", 0, 1, 2.5, None, [], [1] * 32, {}, "x"]
+    ),
+)  # fmt: skip
+OWN_KEYS = ("rope_scaling", "rope_parameters", "rope_theta", "head_dim", "sliding_window", "layer_types",
+            "use_sliding_window", "partial_rotary_factor", "rope_local_base_freq", "sliding_window_pattern",
+            "query_pre_attn_scalar", "max_window_layers")  # fmt: skip
 json_values = rope_values | (
     st.none() | st.booleans() | st.integers(-5, 300) | st.floats() | st.text(max_size=3) | st.just([]) | st.just({})
 )
 
 
 @settings(deadline=None)
-@given(changes=st.dictionaries(st.sampled_from([*BASE, "rope_scaling", "rope_theta", "head_dim"]), json_values))
-def test_any_config_is_read_or_refused(changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    changes=st.dictionaries(st.sampled_from([*BASE, *OWN_KEYS]), json_values, max_size=4),
+)
+def test_any_config_is_read_or_refused(
+    family: str, changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """No value makes anything but a StartupError."""
     folder = tmp_path_factory.getbasetemp()
     try:
-        config = read(folder, BASE | changes)
+        config = read(folder, BASE | {"architectures": [family]} | changes)
     except StartupError as error:
         assert "--model" in str(error)
     else:
         assert config.num_heads % config.num_kv_heads == 0 and config.num_parameters > 0
+        assert len(config.layer_windows) == config.num_layers

@@ -5,17 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.errors import SettingsError
-from configs.kv import KVFormat, KVSpec, LayerKV
+from configs.kv import KVFormat, KVLayout, LayerKV
 from configs.pool import AUTO_BYTES, PoolPlan, resolve_num_blocks
 from configs.settings import Settings
 
 GIB = 1024**3
-SMOLLM2 = KVSpec((LayerKV(3, 64, KVFormat.BF16),) * 30, 16)
+SMOLLM2 = KVLayout.of((LayerKV(3, 64, KVFormat.BF16),) * 30, 16)
 """368,640 bytes a block."""
 
 
 def plan(
-    spec: KVSpec = SMOLLM2,
+    layout: KVLayout = SMOLLM2,
     model_len: int = 8192,
     available: int = 16 * GIB,
     weights: int = 269_000_000,
@@ -23,7 +23,7 @@ def plan(
 ) -> PoolPlan:
     settings = Settings(**given)
     window = min(model_len, settings.max_model_len or model_len)
-    return resolve_num_blocks(settings, spec, window=window, available_bytes=available, weight_bytes=weights)
+    return resolve_num_blocks(settings, layout, window=window, available_bytes=available, weight_bytes=weights)
 
 
 def refusal(**arguments: object) -> str:
@@ -73,8 +73,8 @@ def test_window_is_the_smallest_of_three():
 
 def test_a04_window_lowered_to_the_pool_with_a_note():
     """The scenario's figures: 16 pages of 4 tokens under --max-model-len 4096."""
-    spec = KVSpec((LayerKV(2, 16, KVFormat.FP32),) * 2, 4)
-    result = plan(spec=spec, num_gpu_blocks_override=16, max_model_len=4096, block_size=4)
+    layout = KVLayout.of((LayerKV(2, 16, KVFormat.FP32),) * 2, 4)
+    result = plan(layout=layout, num_gpu_blocks_override=16, max_model_len=4096, block_size=4)
     assert result.max_model_len == 64
     [note] = result.notes
     assert "64 tokens" in note and "--max-model-len" in note and "4096" in note and "--num-gpu-blocks-override" in note

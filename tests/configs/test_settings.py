@@ -205,11 +205,18 @@ def test_api_keys_that_cannot_be_sent(key: str):
 
 
 def test_secrets_are_never_shown():
-    settings = Settings(api_key=("sk-secret",))
-    assert "sk-secret" not in repr(settings) and "sk-secret" not in str(settings)
+    for name in SECRET_FIELDS:
+        settings = Settings(**{name: "sk-secret"})
+        assert "sk-secret" not in repr(settings) and "sk-secret" not in str(settings)
     with pytest.raises(ValidationError) as caught:
         Settings(api_key=("sk-sécret",))
     assert "sécret" not in str(caught.value)
+
+
+def test_the_admin_key_is_no_api_key():
+    with pytest.raises(SettingsError) as caught:
+        Settings.create({"api_key": ["a", "same"], "admin_api_key": "same"})
+    assert str(caught.value).startswith("--admin-api-key must differ") and "same" not in str(caught.value)
 
 
 def test_did_you_mean():

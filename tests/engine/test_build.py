@@ -4,6 +4,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch import nn
 
 from engine import build
 
@@ -43,3 +45,12 @@ def test_memory_is_what_the_container_has_left(cgroup: Path):
     assert build.available_memory() == 0
     (cgroup / "memory.max").write_text("max\n")
     assert build.available_memory() > 1 << 20
+
+
+def test_a_machine_whose_linears_are_not_exact_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    assert build._exactness(nn.Module(), torch.float32).startswith("not changed by other requests") and not caplog.text
+    monkeypatch.setattr(build, "inexact", lambda layers, dtype: {"model.layers.0.o": "other bits with one thread"})
+    said = build._exactness(nn.Module(), torch.float32)
+    assert said.startswith("may be changed a little") and "model.layers.0.o: other bits with one thread" in said
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and record.name == "octavo.engine" and said in record.getMessage()

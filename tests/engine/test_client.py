@@ -1,10 +1,14 @@
 """The API process's side of the engine: what breaks there breaks one request, or says so."""
 
-import pytest
-from kit import ScriptedServer, eventually
+import threading
+import time
 
-from engine.client import EngineClient, _Throughput
+import pytest
+from kit import ScriptedServer, eventually, receive_until
+
+from engine.client import EngineClient
 from engine.text.output_processor import OutputProcessor
+from engine.throughput import Throughput
 
 
 def test_a_text_that_cannot_be_made_ends_its_own_request(monkeypatch: pytest.MonkeyPatch):
@@ -37,7 +41,7 @@ def test_a_client_that_cannot_read_any_more_is_dead_and_says_so(monkeypatch: pyt
 
 def test_retry_after_follows_what_was_finished_within_the_last_minute():
     now = 1000.0
-    throughput = _Throughput(lambda: now)
+    throughput = Throughput(lambda: now)
     assert throughput.seconds_for(10) == 1.0
     for _ in range(20):
         now += 0.5
@@ -46,3 +50,19 @@ def test_retry_after_follows_what_was_finished_within_the_last_minute():
     assert throughput.seconds_for(10**6) == 120.0
     now += 3600
     assert throughput.seconds_for(10) == 1.0
+
+
+def test_the_watchdog_counts_only_what_it_was_awake_for():
+    """A process that was stopped, or busy, has not listened: the engine's words wait in the socket."""
+    with ScriptedServer({"s1": b"ABCDEF"}, watchdog_timeout=0.4) as server:
+        server.executor.hold()
+        with server.open_request("s1", max_tokens=3) as connection:
+            eventually(lambda: server.context.client.num_open == 1)
+            assert server.loop is not None
+            asleep = threading.Event()
+            server.loop.call_soon_threadsafe(lambda: (asleep.set(), time.sleep(1.5)))  # as SIGSTOP would do
+            assert asleep.wait(20)
+            server.executor.allow(None)  # the engine answers meanwhile
+            assert b'"ABC"' in receive_until(connection, b"}}}")
+        assert server.http.get("/health").status_code == 200
+        server.assert_idle()

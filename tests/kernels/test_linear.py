@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 SHAPES = [(1536, 576), (64, 300), (33, 70), (2048, 64), (1, 1)]
 """(K, N): of a real model; of no round number; rows a multiple of 4 KiB apart."""
 VARIANTS = [(dtype, isa) for dtype in ISAS for isa in ISAS[dtype]]
+GATES = get_args(ops.Gate)
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +43,10 @@ def packer(dtype: torch.dtype, isa: str) -> NativePacker:
     return NativePacker(native, f"{KINDS[dtype]}_{isa}")
 
 
-def silu_mul(dtype: torch.dtype, isa: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def gate_mul(dtype: torch.dtype, isa: str) -> Callable[[torch.Tensor, ops.Gate], torch.Tensor]:
     """As compiled for `isa`; for AMX, which it has no use for, as for the set below."""
     isa = "avx512bf16" if isa == "amx" else isa
-    [candidate] = [c for c in elementwise.CANDIDATES if c.op == "silu_mul" and c.name == f"C++ {ISA_TITLES[isa]}"]
+    [candidate] = [c for c in elementwise.CANDIDATES if c.op == "gate_mul" and c.name == f"C++ {ISA_TITLES[isa]}"]
     offer = candidate.offer("cpu", dtype)
     assert isinstance(offer, Accepted)
     return offer.function
@@ -99,14 +101,14 @@ def test_rows_are_the_same_bits_in_any_company(dtype: torch.dtype, isa: str, k: 
 
 @pytest.mark.parametrize(("dtype", "isa"), VARIANTS, ids=str)
 @pytest.mark.parametrize("n", [48, 50, 5, 1])
-def test_gated_is_linear_and_silu_mul_in_the_same_bits(dtype: torch.dtype, isa: str, n: int) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_gated_is_linear_and_gate_mul_in_the_same_bits(dtype: torch.dtype, isa: str, n: int, gate: ops.Gate) -> None:
     x, weight, bias = tensors(96, 2 * n, dtype, 70)
     pack = packer(dtype, isa)
-    gate = silu_mul(dtype, isa)
     for some_bias in (None, bias):
-        gated, plain = pack(weight, some_bias, gated=True), pack(weight, some_bias)
+        gated, plain = pack(weight, some_bias, gate), pack(weight, some_bias)
         assert (gated.in_features, gated.out_features) == (96, n)
-        expected = gate(plain(x))
+        expected = gate_mul(dtype, isa)(plain(x), gate)
         for rows in (1, 15, 16, 17, 33, 70):
             assert torch.equal(gated(x[:rows]), expected[:rows]), rows
 
@@ -185,13 +187,13 @@ ONEDNN = """
 import torch
 from kernels.cpu.exactness import probe
 from kernels.cpu.linear import pack_onednn
-from kernels.ops import silu_mul
+from kernels.ops import gate_mul
 dtype = getattr(torch, {dtype!r})
 for k, n in ((576, 960), (1536, 576)):
     weight, bias = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
     packed = pack_onednn(weight, bias)
     x = torch.randn(33, k).to(dtype)
-    assert torch.equal(pack_onednn(weight, bias, gated=True)(x), silu_mul(packed(x)))
+    assert torch.equal(pack_onednn(weight, bias, "gelu_tanh")(x), gate_mul(packed(x), "gelu_tanh"))
     torch.testing.assert_close(packed(x), torch.nn.functional.linear(x, weight, bias), atol=0.5, rtol=0.02)
     assert probe(packed, dtype) is None, probe(packed, dtype)
 """
@@ -232,10 +234,18 @@ def test_onednn_is_exact_when_it_is_chosen_without_our_library(dtype: str) -> No
 
 
 @pytest.mark.parametrize("dtype", list(ISAS))
-def test_reference_is_gated_too(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_reference_is_gated_too(dtype: torch.dtype, gate: ops.Gate) -> None:
     x, weight, bias = tensors(64, 40, dtype, 5)
-    out = reference.pack_linear(weight, bias, gated=True)(x)
-    torch.testing.assert_close(out, ops.pack_linear(weight, bias, gated=True)(x), atol=0.02, rtol=0.02)
+    out = reference.pack_linear(weight, bias, gate)(x)
+    torch.testing.assert_close(out, ops.pack_linear(weight, bias, gate)(x), atol=0.02, rtol=0.02)
+
+
+def test_an_unknown_gate_and_an_odd_number_of_rows_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        ops.pack_linear(torch.ones(4, 8), gate="relu")  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        ops.pack_linear(torch.ones(5, 8), gate="silu")
 
 
 def test_no_op_is_left_to_torch_where_the_library_is_there() -> None:

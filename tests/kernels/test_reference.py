@@ -1,5 +1,7 @@
 """The oracle itself, against formulas written another way."""
 
+import math
+
 import pytest
 import torch
 
@@ -42,10 +44,40 @@ def test_rotary_turns_complex_numbers():
     assert torch.equal(fused[:, 12:20], untouched)
 
 
-def test_silu_mul_and_linear():
+def test_rms_norm_multiplies_a_wide_weight_before_it_rounds():
+    x, weight = torch.randn(64, 48).bfloat16(), 1 + torch.randn(48)
+    exact = torch.nn.functional.rms_norm(x.float(), (48,), weight, eps=1e-6)
+    assert reference.rms_norm(x, weight, 1e-6).dtype is torch.bfloat16
+    assert torch.equal(reference.rms_norm(x, weight, 1e-6), exact.bfloat16())
+
+
+def test_rms_norm_of_heads_is_that_of_each():
+    fused, weight = torch.randn(5, 100), torch.randn(16)
+    heads = fused[:, 7 : 7 + 48].view(5, 3, 16)
+    out = reference.rms_norm(heads, weight, 1e-6)
+    assert out.is_contiguous()
+    for head in range(3):
+        torch.testing.assert_close(out[:, head], reference.rms_norm(heads[:, head], weight, 1e-6))
+
+
+def test_rotary_of_the_first_dims_leaves_the_others():
+    angles = torch.rand(10, 3)
+    positions = torch.tensor([4, 9])
+    q, k = torch.randn(2, 3, 8), torch.randn(2, 1, 8)
+    expected = [x[..., :6].clone() for x in (q, k)]
+    rest = [x[..., 6:].clone() for x in (q, k)]
+    reference.rotary(*expected, positions, angles.cos(), angles.sin())
+    reference.rotary(q, k, positions, angles.cos(), angles.sin())
+    for x, turned, left in zip((q, k), expected, rest, strict=True):
+        assert torch.equal(x, torch.cat([turned, left], -1))
+
+
+def test_gate_mul_and_linear():
     x = torch.randn(4, 10)
     gate, up = x[:, :5], x[:, 5:]
-    torch.testing.assert_close(reference.silu_mul(x), gate / (1 + (-gate).exp()) * up)
+    torch.testing.assert_close(reference.gate_mul(x, "silu"), gate / (1 + (-gate).exp()) * up)
+    tanh = (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()
+    torch.testing.assert_close(reference.gate_mul(x, "gelu_tanh"), gate * (1 + tanh) / 2 * up)
     weight, bias = torch.randn(3, 10), torch.randn(3)
     packed = reference.pack_linear(weight, bias)
     torch.testing.assert_close(packed(x), x @ weight.T + bias)
@@ -58,7 +90,10 @@ def test_ops_assert_their_contracts():
         lambda: ops.rms_norm(x, weight[:4], 1e-5),
         lambda: ops.rms_norm(x, weight.double(), 1e-5),
         lambda: ops.add_rms_norm(x, x[:1], weight, 1e-5),
-        lambda: ops.silu_mul(x[:, :5]),
+        lambda: ops.rms_norm(x[:, None].expand(2, 3, 8), weight, 1e-5),
+        lambda: ops.rms_norm(x.bfloat16(), weight.half(), 1e-5),
+        lambda: ops.gate_mul(x[:, :5], "silu"),
+        lambda: ops.gate_mul(x, "tanh"),
         lambda: ops.pack_linear(x, weight),
         lambda: ops.linear(x[:, :4], ops.pack_linear(x)),
         lambda: ops.rotary(x[:, None], x[:, None], torch.zeros(2), x[:, :4], x[:, :4]),

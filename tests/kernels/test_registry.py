@@ -13,7 +13,7 @@ OPS = (
     "rms_norm",
     "add_rms_norm",
     "rotary",
-    "silu_mul",
+    "gate_mul",
     "pack_linear",
     "store_kv",
     "paged_attention",

@@ -34,7 +34,7 @@ def test_every_number_lands_where_the_layout_says(store, dtype):
     spec = KVSpec((LayerKV(2, 6, FORMATS[dtype]), LayerKV(3, 4, FORMATS[dtype])), 4)
     pool = torch.zeros(3, spec.block_bytes, dtype=torch.uint8)
     k, v = (torch.arange(24.0).view(2, 3, 4).add(start).to(dtype) for start in (1, 101))
-    store(k, v, pool, spec, 1, torch.tensor([2 * 4 + 3, 0 * 4 + 2]))
+    store(k, v, ops.LayerPages(pool, spec, 1), torch.tensor([2 * 4 + 3, 0 * 4 + 2]))
     pair = FORMATS[dtype].pair
     for token, (block, offset) in enumerate([(2, 3), (0, 2)]):
         for head in range(3):
@@ -59,11 +59,11 @@ def test_views_of_a_fused_buffer_and_skipped_slots(store, dtype, tokens, kv_head
     slots[::7] = -1
     pool = torch.full((-(-(tokens + 40) // block_size), spec.block_bytes), 0xFF, dtype=torch.uint8)
     expected = pool.clone()
-    store(k, v, pool, spec, 1, slots)
+    store(k, v, ops.LayerPages(pool, spec, 1), slots)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             one = slice(token, token + 1)
-            reference.store_kv(k[one], v[one], expected, spec, 1, slots[one])
+            reference.store_kv(k[one], v[one], ops.LayerPages(expected, spec, 1), slots[one])
     assert torch.equal(pool, expected)
 
 
@@ -81,13 +81,14 @@ def test_ops_assert_their_contract():
     spec = KVSpec((LayerKV(2, 8, KVFormat.BF16),), 4)
     pool = torch.zeros(2, spec.block_bytes, dtype=torch.uint8)
     k, slots = torch.ones(3, 2, 8, dtype=torch.bfloat16), torch.tensor([0, 1, -1])
-    ops.store_kv(k, k, pool, spec, 0, slots)
+    pages = ops.LayerPages(pool, spec, 0)
+    ops.store_kv(k, k, pages, slots)
     for broken in (
-        lambda: ops.store_kv(k.float(), k.float(), pool, spec, 0, slots),
-        lambda: ops.store_kv(k, k[:2], pool, spec, 0, slots),
-        lambda: ops.store_kv(k, k, pool, spec, 0, slots.int()),
-        lambda: ops.store_kv(k.transpose(1, 2).contiguous().transpose(1, 2), k, pool, spec, 0, slots),
-        lambda: ops.store_kv(k, k, pool.view(4, -1), spec, 0, slots),
+        lambda: ops.store_kv(k.float(), k.float(), pages, slots),
+        lambda: ops.store_kv(k, k[:2], pages, slots),
+        lambda: ops.store_kv(k, k, pages, slots.int()),
+        lambda: ops.store_kv(k.transpose(1, 2).contiguous().transpose(1, 2), k, pages, slots),
+        lambda: ops.LayerPages(pool.view(4, -1), spec, 0),
         lambda: ops.copy_blocks(pool.float(), [(0, 1)]),
     ):
         with pytest.raises(AssertionError):

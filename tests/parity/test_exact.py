@@ -1,138 +1,64 @@
-"""Bit for bit: a request's tokens and log-probabilities do not depend on anything but the request."""
+"""Bit for bit: a request's tokens and log-probabilities do not depend on anything but the request.
 
-import random
-from collections.abc import Callable
+The real default model at its full size, and a tiny model of each family: norms, gates, windows, partial rotations.
+"""
 
 import pytest
 import torch
-from engines import Completion, Engine, Loaded, threads
+from engines import Completion, Engine, Loaded
+from exact_ways import WAYS, Requests, alone, assert_equal
 from smollm2 import smollm2_gguf
+from tiny_models import FAMILIES, VARIANTS, build
 
-from engine.sampling_params import SamplingParams
 from kernels import ops
 
-LENGTHS = (3, 16, 31, 75, 130, 300)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SMOLLM2 = Requests.of((3, 16, 31, 75, 130, 300), range(3, 49152), few_blocks=40)
+TINY = Requests.of((3, 16, 31, 75, 130), range(256), few_blocks=20)
+"""Longer than the tiny models' windows by several pages."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    if name == "bf16" and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this processor does not compute in bf16")
+    return DTYPES[name]
 
 
 @pytest.fixture(scope="module", params=sorted(DTYPES))
 def smol(request: pytest.FixtureRequest) -> Loaded:
-    dtype = DTYPES[request.param]
-    if dtype is torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
-        pytest.skip("this processor does not compute in bf16")
-    return Loaded.load(smollm2_gguf(), dtype, 2048)
-
-
-def random_prompt(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(3, 49152), k=length)
-
-
-PROMPTS = [random_prompt(seed, length) for seed, length in enumerate(LENGTHS)]
-PARAMS = [
-    SamplingParams(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True, logprobs=3, top_p=top_p)
-    for seed, (temperature, top_p) in enumerate(
-        [(0.0, 1.0), (1.0, 1.0), (0.0, 1.0), (0.8, 0.9), (0.0, 1.0), (1.3, 1.0)]
-    )
-]
-COMPANY = [random_prompt(1000 + i, 5 + 13 * (i % 11)) for i in range(32)]
+    return Loaded.load(smollm2_gguf(), dtype_of(request.param), 2048)
 
 
 @pytest.fixture(scope="module")
-def alone(smol: Loaded) -> list[Completion]:
-    """Each request by itself, in an engine of its own."""
-    return [Engine(smol).run([prompt], [params])[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
-
-
-def assert_equal(found: list[Completion], expected: list[Completion]) -> None:
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert one.chosen.shape == other.chosen.shape
-        assert torch.equal(one.chosen, other.chosen)
-        assert [entry.top_ids for entry in one.logprobs] == [entry.top_ids for entry in other.logprobs]
-
-
-def in_company(engine: Engine) -> list[Completion]:
-    """The requests among 32 others that come and go."""
-    others = [
-        SamplingParams(temperature=float(i % 2), seed=i, max_tokens=3 + i, ignore_eos=True) for i in range(len(COMPANY))
-    ]
-    ids, company = [], iter(zip(COMPANY, others, strict=True))
-    results: dict[str, Completion] = {}
-    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
-        for _ in range(5):
-            engine.add(*next(company))
-        ids += engine.add(prompt, params)
-        engine.step(results)
-    for pair in company:
-        engine.add(*pair)
-    engine.drain(results)
-    return [results[i] for i in ids]
-
-
-def together(**options: object) -> Callable[[Loaded], list[Completion]]:
-    return lambda loaded: Engine(loaded, **options).run(PROMPTS, PARAMS)  # type: ignore[arg-type]
-
-
-def from_cache(loaded: Loaded) -> list[Completion]:
-    engine = Engine(loaded)
-    engine.run(PROMPTS, PARAMS)
-    found = engine.run(PROMPTS, PARAMS)
-    assert [one.cached_tokens for one in found] == [len(prompt) - 1 for prompt in PROMPTS]
-    return found
-
-
-def from_parts(loaded: Loaded) -> list[Completion]:
-    """Others have computed beginnings of the prompts: partial hits, cut anywhere."""
-    engine = Engine(loaded)
-    engine.run([prompt[: max(1, len(prompt) * 2 // 3)] for prompt in PROMPTS], PARAMS)
-    found = engine.run(PROMPTS, PARAMS)
-    assert all(one.cached_tokens > 0 for one in found[1:])
-    return found
-
-
-def followers(loaded: Loaded) -> list[Completion]:
-    """Twins arrive in the same step: the second reads pages that the first writes in that step."""
-    engine = Engine(loaded)
-    found = engine.run([p for prompt in PROMPTS for p in (prompt, prompt)], [p for one in PARAMS for p in (one, one)])
-    assert any(one.cached_tokens > 0 for one in found[1::2])
-    assert_equal(found[::2], found[1::2])
-    return found[1::2]
-
-
-def preempted(loaded: Loaded) -> list[Completion]:
-    engine = Engine(loaded, num_blocks=40)  # enough for the prompts, not for the answers
-    found = engine.run(PROMPTS, PARAMS)
-    assert engine.preemptions > 0
-    return found
-
-
-def one_thread(loaded: Loaded) -> list[Completion]:
-    with threads(1):
-        return Engine(loaded).run(PROMPTS, PARAMS)
-
-
-WAYS: dict[str, Callable[[Loaded], list[Completion]]] = {
-    "together": together(),
-    "among 32 others": lambda loaded: in_company(Engine(loaded, num_blocks=1024)),
-    "chunks of 16": together(chunk=16, max_num_seqs=16),
-    "chunks of 64": together(chunk=64),
-    "no prefix cache": together(prefix_caching=False),
-    "pages of 8": together(block_size=8, num_blocks=1024),
-    "pages of 32": together(block_size=32, num_blocks=256),
-    "whole hits": from_cache,
-    "partial hits": from_parts,
-    "followers in one step": followers,
-    "preempted": preempted,
-    "one thread": one_thread,
-}
+def smol_alone(smol: Loaded) -> list[Completion]:
+    return alone(smol, SMOLLM2)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bits(smol: Loaded, alone: list[Completion], way: str) -> None:
-    assert_equal(WAYS[way](smol), alone)
+def test_bits(smol: Loaded, smol_alone: list[Completion], way: str) -> None:
+    assert_equal(WAYS[way](smol, SMOLLM2), smol_alone)
 
 
-def test_the_check_can_fail(smol: Loaded, alone: list[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(
+    scope="module", params=[(family, dtype) for family in FAMILIES for dtype in sorted(DTYPES)], ids="-".join
+)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    family, dtype = request.param
+    folder = build(tmp_path_factory.mktemp(family), VARIANTS[family])
+    return Loaded.load(folder, dtype_of(dtype), 256)
+
+
+@pytest.fixture(scope="module")
+def tiny_alone(tiny: Loaded) -> list[Completion]:
+    return alone(tiny, TINY)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bits_of_every_family(tiny: Loaded, tiny_alone: list[Completion], way: str) -> None:
+    assert_equal(WAYS[way](tiny, TINY), tiny_alone)
+
+
+def test_the_check_can_fail(smol: Loaded, smol_alone: list[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
     """The inverse: a linear layer whose sums depend on the number of rows is found out."""
     exact = ops.linear
 
@@ -145,6 +71,6 @@ def test_the_check_can_fail(smol: Loaded, alone: list[Completion], monkeypatch: 
         return exact(left, packed) + exact(right, packed)
 
     monkeypatch.setattr(ops, "linear", company_dependent)
-    found = Engine(smol).run(PROMPTS, PARAMS)
+    found = Engine(smol).run(SMOLLM2.prompts, SMOLLM2.params)
     with pytest.raises(AssertionError):
-        assert_equal(found, alone)
+        assert_equal(found, smol_alone)

@@ -4,9 +4,11 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from fastapi import APIRouter, Depends
 from kit import ScriptedServer
+from refusals import assert_refused
 
-from server.auth import PAGE, PROBES, Keyring
+from server.auth import PAGE, PROBES, Keyring, admin_only
 from server.translate import cache_salt
 
 KEY, OTHER = "octavo-secret-1", "octavo-secret-2"
@@ -103,7 +105,7 @@ def test_metrics_behind_the_key():
 
 
 def test_without_keys_everybody_is_the_same_nameless_caller():
-    assert not Keyring(())
+    assert not Keyring(()).is_closed
     with ScriptedServer({"s1": b"A"}) as server:
         assert server.chat("s1")["choices"][0]["message"]["content"] == "A"
 
@@ -126,3 +128,74 @@ def test_a27_salts_are_tagged_by_kind():
         cache_salt(None, "a"),
     ]
     assert len(set(salts)) == 4
+
+
+# ---------------------------------------------------------------------- the admin key
+ADMIN = "octavo-admin-1"
+
+
+def with_control_route(server: ScriptedServer) -> ScriptedServer:
+    router = APIRouter(dependencies=[Depends(admin_only)])
+
+    @router.post("/control_something")
+    async def control() -> dict[str, str]:
+        return {"done": "yes"}
+
+    server.app.include_router(router)
+    return server
+
+
+SPELLINGS = [
+    *("/control_something", "//control_something", "/control_something/", "/CONTROL_SOMETHING", "/control%5fsomething"),
+    *("/%63ontrol_something", "/health/../control_something", "/llm/control_something", "/llm//control_something"),
+    *("http://kit/control_something", "/control_something?x=/health", "/control_something#x", "/control_something;x"),
+]
+
+
+def status_of(server: ScriptedServer, target: str, key: str | None) -> int:
+    credentials = f"Authorization: Bearer {key}\r\n" if key else ""
+    with server.connect() as connection:
+        head = f"POST {target} HTTP/1.1\r\nHost: kit\r\n{credentials}Content-Length: 0\r\n\r\n"
+        connection.sendall(head.encode())
+        return int(connection.recv(1 << 16).split()[1])
+
+
+@pytest.mark.parametrize("api_key", [(KEY,), ()])
+def test_control_routes_need_the_admin_key_whatever_their_spelling(api_key: tuple[str, ...]):
+    with with_control_route(ScriptedServer({}, api_key=api_key, admin_api_key=ADMIN, root_path="/llm")) as server:
+        for spelling in SPELLINGS:
+            with_admin = status_of(server, spelling, ADMIN)
+            assert with_admin in (200, 400, 404), spelling
+            for key, status in ((None, 401), ("wrong", 401), (KEY, 403 if api_key else 401)):
+                assert status_of(server, spelling, key) in {status, *({with_admin} - {200})}, (spelling, key)
+        assert status_of(server, "/llm/control_something", ADMIN) == status_of(server, SPELLINGS[0], ADMIN) == 200
+
+
+@pytest.mark.parametrize("api_key", [(KEY,), ()])
+def test_control_routes_are_closed_without_an_admin_key(api_key: tuple[str, ...]):
+    """On loopback too: a proxy on this machine, or a page in a browser, comes from there."""
+    with with_control_route(ScriptedServer({}, api_key=api_key)) as server:
+        for header in (f"Bearer {KEY}", "Bearer", "Bearer None"):
+            answer = server.http.post("/control_something", headers={"authorization": header})
+            if header != f"Bearer {KEY}" and api_key:
+                assert answer.status_code == 401
+                continue
+            error = assert_refused(answer, 403, code="admin_key_required")
+            assert error["type"] == "permission_error" and "--admin-api-key" in error["message"]
+
+
+def test_the_admin_key_opens_everything_else_too():
+    with ScriptedServer({"s1": b"A"}, api_key=(KEY,), admin_api_key=ADMIN) as server:
+        admin = {"authorization": f"Bearer {ADMIN}"}
+        assert server.http.get("/v1/models", headers=admin).status_code == 200
+        assert server.post_chat("s1", headers=admin).status_code == 200
+        assert server.http.get("/v1/models", headers={"authorization": f"Bearer {ADMIN}x"}).status_code == 401
+    keyring = Keyring((KEY,), ADMIN)
+    caller, admin_caller = keyring.identify(f"Bearer {KEY}"), keyring.identify(f"Bearer {ADMIN}")
+    assert caller and admin_caller and not caller.is_admin and admin_caller.is_admin
+    assert caller.tenant != admin_caller.tenant
+
+
+def test_the_admin_key_alone_closes_nothing_else():
+    with ScriptedServer({"s1": b"A"}, admin_api_key=ADMIN) as server:
+        assert server.chat("s1")["choices"][0]["message"]["content"] == "A"

@@ -104,12 +104,12 @@ def test_version(argv: list[str], capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("word", "end"),
     [
-        ("run", "there are 'serve' and 'help'."),
-        ("chat", "there are 'serve' and 'help'."),
-        ("configs", "there are 'serve' and 'help'."),  # a folder here, and no model for that
-        ("sevre", "there are 'serve' and 'help': did you mean 'octavo serve'?"),
-        ("Serve", "there are 'serve' and 'help': did you mean 'octavo serve'?"),
-        ("hlep", "there are 'serve' and 'help': did you mean 'octavo help'?"),
+        ("run", "there are 'serve', 'doctor' and 'help'."),
+        ("chat", "there are 'serve', 'doctor' and 'help'."),
+        ("configs", "there are 'serve', 'doctor' and 'help'."),  # a folder here, and no model for that
+        ("sevre", "there are 'serve', 'doctor' and 'help': did you mean 'octavo serve'?"),
+        ("Serve", "there are 'serve', 'doctor' and 'help': did you mean 'octavo serve'?"),
+        ("hlep", "there are 'serve', 'doctor' and 'help': did you mean 'octavo help'?"),
         ("org/model", "a model is served by 'octavo serve org/model'."),
         ("m.gguf", "a model is served by 'octavo serve m.gguf'."),
     ],

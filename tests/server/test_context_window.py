@@ -4,7 +4,7 @@ A23)."""
 from collections.abc import Iterator
 
 import pytest
-from kit import ScriptedServer, endless
+from kit import ScriptedServer, endless, user
 from refusals import assert_refused
 
 pytestmark = pytest.mark.usefixtures("idle_afterwards")
@@ -31,6 +31,26 @@ def test_a11_a_long_text_may_be_truncated_or_counted(server: ScriptedServer):
     text = "x" * (20 * WINDOW) + " s1"
     assert server.post_completion(text, truncate_prompt_tokens=8).status_code == 200
     assert server.http.post("/tokenize", json={"prompt": text}).json()["count"] == len(text)
+
+
+def test_a11_no_text_is_so_long_that_counting_it_takes_the_memory(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("engine.text.tokenizer._encode", None)
+    long = "x" * ((1 << 20) + 1)
+    code = "string_above_max_length"
+    assert_refused(server.http.post("/tokenize", json={"prompt": long}), param="prompt", code=code)
+    assert_refused(server.http.post("/tokenize", json={"messages": [user(long)]}), param="messages", code=code)
+    assert_refused(server.post_completion(long, truncate_prompt_tokens=5), param="prompt", code=code)
+    assert_refused(server.post_completion(["s1", long], truncate_prompt_tokens=5), param="prompt.1", code=code)
+    assert_refused(server.post_chat(long, truncate_prompt_tokens=-1), param="messages", code=code)
+
+
+def test_of_several_prompts_the_error_names_the_one(server: ScriptedServer):
+    for bad in ("", "x" * (20 * WINDOW), "x" * WINDOW):
+        assert_refused(server.post_completion(["s1", bad]), param="prompt.1")
+    for ids in ([], [1] * (WINDOW + 1), [1] * WINDOW, [10**6]):
+        assert_refused(server.post_completion([[1], [2], ids]), param="prompt.2")
 
 
 # ---------------------------------------------------------------------- A17

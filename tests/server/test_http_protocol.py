@@ -111,7 +111,7 @@ def test_a37_a_whole_head_in_one_read_is_bounded_too(server: ScriptedServer):
     try:
         long = b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nX: " + b"y" * 40_000
         for head in (long, b"GET / HTTP/1.1" + b"\r\nX: y" * 20_000):
-            config = http_config(server.app)
+            config = http_config(server.app, server.settings)
             config.load()
             protocol = BoundedHTTP(config, ServerState(), {}, loop)
             transport = Recorder()

@@ -234,6 +234,20 @@ def test_a33_waiting_too_long_is_an_answer(start):
     assert server.metric("octavo_requests_rejected_total", reason="queue_timeout") == 1
 
 
+@pytest.mark.parametrize("asked", [{"prompt": ["s1", "2 s1", "3 s1"]}, {"prompt": "s1", "n": 3}], ids=["prompts", "n"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a33_an_answer_that_is_being_made_waits_no_longer(start, asked, caching: bool):
+    """The last of its prompts or choices may wait as long as the others take."""
+    server = start(max_num_seqs=1, queue_timeout=0.2, enable_prefix_caching=caching)
+    server.executor.hold()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post_completion, headers={"x-stainless-read-timeout": "0.2"}, **asked)
+        server.step_until(lambda: server.context.client.stats.running == 1)
+        threading.Event().wait(0.3)  # both timeouts pass
+        server.executor.allow(None)
+        assert [choice["text"] for choice in answer.result().json()["choices"]] == ["ABCDEF"] * 3
+
+
 def test_a33_several_prompts_are_taken_or_refused_together(start):
     """A lone request may be larger than the queue; beside another one it fits as a whole or is not begun."""
     server = start(max_num_seqs=1, max_num_queued_reqs=2)
@@ -262,7 +276,7 @@ def test_a33_prompts_that_cannot_be_taken_stop_those_before_them(start):
     server = start()
     for bad in ([10**6], [65] * 1000, []):
         refused = server.post_completion([[*b"s1"], bad])
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt.1"
     assert server.context.client._sent == 0
 
 
@@ -272,14 +286,14 @@ def test_reports_that_nobody_waits_for_are_forgotten(start):
     server.executor.hold()
     with server.open_request("long"):
         eventually(lambda: server.http.get("/debug/kv").status_code == 503)  # the step has begun
-        assert client._reports == {}
+        assert client._queries == {}
         dying = asyncio.run_coroutine_threadsafe(client.kv_report(), server.loop)
-        eventually(lambda: len(client._reports) == 1)
+        eventually(lambda: len(client._queries) == 1)
         server.executor.fatal = RuntimeError("a bit has flipped")
         server.executor.allow(None)
         with pytest.raises(EngineDead):
             dying.result(20)
-        eventually(lambda: client._reports == {})
+        eventually(lambda: client._queries == {})
 
 
 def test_a33_a_stream_in_the_queue_does_not_look_dead(start):

@@ -88,6 +88,41 @@ def test_the_compatible_must_have_set_is_complete():
     assert {f"vllm:{name}" for name in must.split()} <= names
 
 
+@pytest.mark.parametrize(
+    "accept",
+    [
+        None,
+        "*/*",
+        "text/plain;version=0.0.4",
+        "application/openmetrics-text",
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+        "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",  # Prometheus 2
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;q=0.3",  # Prometheus 3
+        "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.5,text/plain;version=0.0.4",
+        "text/plain;version=1.0.0;escaping=underscores",
+    ],
+)
+def test_names_reach_every_scraper_as_they_are(metrics: Metrics, accept: str | None):
+    body, _ = render(build_registry(metrics, lambda: "ready", True, None), accept)
+    lines = body.decode().splitlines()
+    for name in ("vllm:kv_cache_usage_perc", "vllm:num_preemptions_total", "vllm:iteration_tokens_total_count"):
+        assert any(line.startswith(name + "{") for line in lines), name
+    assert not any("vllm_" in line for line in lines)
+
+
+def test_counters_by_reason_start_at_zero_so_that_a_rate_sees_the_first_event():
+    metrics = Metrics()
+    seen = samples(metrics)
+    metrics.rejected("max_num_queued_reqs")
+    metrics.step(Stats(steps_total=1, evictions_total={"allocation": 1}, preemptions_total={"no_pages_left": 1}))
+    grown = {key: value for key, value in samples(metrics).items() if key not in seen or value != seen[key]}
+    assert {key: seen.get(key) for key in grown if "reason" in str(key)} == {
+        ("octavo_requests_rejected_total", "reason=max_num_queued_reqs"): 0,
+        ("octavo_kv_evictions_total", "reason=allocation"): 0,
+        ("octavo_preemptions_total", "reason=no_pages_left"): 0,
+    }
+
+
 # ---------------------------------------------------------------------- histograms
 def test_buckets_are_cumulative_and_bounds_inclusive():
     histogram = Histogram((1, 2, 5))

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -71,7 +72,7 @@ class Command:
                 assert self.process.poll() is None, "".join(self.errors)
                 continue
             self.block.append(line)
-            if found := re.search(r"address\s+(http://\S+)", line):
+            if found := re.search(r"address\s+(https?://\S+)", line):
                 return found[1]
         raise AssertionError("no start-up block: " + "".join(self.errors))
 
@@ -87,11 +88,13 @@ class Command:
 
 
 @contextmanager
-def serving(model: Path, *arguments: str, **environ: str) -> Iterator[tuple[Command, httpx2.Client]]:
+def serving(
+    model: Path, *arguments: str, trusting: ssl.SSLContext | bool = True, **environ: str
+) -> Iterator[tuple[Command, httpx2.Client]]:
     flags = ("--port", "0", "--num-gpu-blocks-override", "64", "--num-threads", "1", *arguments)
     command = Command(str(model), *flags, **environ)
     try:
-        with httpx2.Client(base_url=command.address(), timeout=PATIENCE) as http:
+        with httpx2.Client(base_url=command.address(), timeout=PATIENCE, verify=trusting) as http:
             yield command, http
     finally:
         command.process.kill()
@@ -179,8 +182,11 @@ def test_serves_without_a_compiler_and_says_so(tiny: Path, tmp_path: Path) -> No
     assert lines["attention"].startswith("torch reference (not C++ AMX bf16, ")
     for line in (lines["attention"], lines["linear"]):
         assert line.count("no C++ compiler") == 1 and line.endswith("; install g++ and start again)")
-    [warning] = [line for line in command.errors if "WARNING" in line]
-    assert "No native kernels: no C++ compiler" in warning and "install g++" in warning
+    logged = [json.loads(line) for line in command.errors]
+    [warning] = [
+        line for line in logged if line["level"] == "warning" and line["logger"] == "octavo.kernels.cpu.library"
+    ]
+    assert "No native kernels: no C++ compiler" in warning["message"] and "install g++" in warning["message"]
     assert not list((tmp_path / "home").rglob("*.so"))
 
 
@@ -233,3 +239,67 @@ def test_the_engine_ends_with_a_killed_server(tiny: Path) -> None:
         command.process.kill()
         command.wait()
         engine.wait(PATIENCE)
+
+
+# ------------------------------------------------------------------ the log
+def test_both_processes_log_json_lines_where_there_is_no_terminal(tiny: Path) -> None:
+    with serving(tiny, "--log-level", "debug") as (command, http):
+        body = {"prompt": "hello", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        assert http.post("/v1/completions", json=body, headers={"x-request-id": "mine"}).status_code == 200
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait() == 0
+    logged = [json.loads(line) for line in command.errors]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in logged)
+    assert {line["logger"].partition(".")[0] for line in logged} == {"octavo"}
+    [request] = [line for line in logged if line["logger"] == "octavo.access"]
+    assert (request["id"], request["generated_tokens"], request["finish_reason"]) == ("mine", 3, "length")
+    assert "hello" not in "".join(command.errors)
+
+
+def test_words_are_logged_if_asked_for(tiny: Path) -> None:
+    with serving(tiny, "--log-format", "text") as (command, http):
+        http.get("/v1/models")
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait() == 0
+    assert re.search(r"^\d{4}-.* INFO octavo\.access: GET '/v1/models' 200 .* id=\w+$", "".join(command.errors), re.M)
+    assert not any(line.startswith("{") for line in command.errors)
+
+
+def test_an_engine_that_dies_logs_json_too(tiny: Path) -> None:
+    with serving(tiny) as (command, _):
+        [engine] = command.children()
+        engine.kill()
+        assert command.wait() == 1
+    [said] = [line for line in map(json.loads, command.errors) if line["level"] == "error"]
+    assert said["logger"] == "octavo.server" and "signal 9" in said["message"]
+
+
+# ------------------------------------------------------------------ HTTPS
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_https(tiny: Path, tmp_path: Path) -> None:
+    new = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    names = ["-subj", "/CN=octavo", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = [*new, *names, "-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    subprocess.run(command, check=True, capture_output=True)
+    files = ("--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem"))
+    trusting = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+    with serving(tiny, *files, trusting=trusting) as (command, http):
+        body = {"prompt": "hello", "max_tokens": 3}
+        assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] <= 3
+        assert str(http.base_url).startswith("https://127.0.0.1:")
+
+
+def test_a_certificate_that_is_not_there(tiny: Path) -> None:
+    said = refusal(str(tiny), "--ssl-certfile", "/nowhere/cert.pem")
+    assert said == "octavo: --ssl-certfile /nowhere/cert.pem cannot be read: no such file or directory."

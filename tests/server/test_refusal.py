@@ -177,7 +177,7 @@ def test_a17_param_says_which_prompt_is_too_long(server: ScriptedServer):
     for text in ("x" * WINDOW, "x" * (20 * WINDOW)):  # found by tokens, and by its length alone
         assert assert_refused(server.post_chat(text), code=code)["param"] == "messages"
         assert assert_refused(server.post_completion(text), code=code)["param"] == "prompt"
-        assert assert_refused(server.post_completion(["s1", text]), code=code)["param"] == "prompt"
+        assert assert_refused(server.post_completion(["s1", text]), code=code)["param"] == "prompt.1"
     assert assert_refused(server.post_completion([65] * WINDOW), code=code)["param"] == "prompt"
 
 

@@ -74,7 +74,7 @@ def test_the_page_needs_nothing_from_elsewhere(server: ScriptedServer):
         and "default-src 'self'" in page.headers["content-security-policy"]
     )
     for path in ("/web/page.js", "/web/page.css"):
-        assert path in page.text and server.http.get(path).status_code == 200
+        assert f'"{path[1:]}"' in page.text and server.http.get(path).status_code == 200
     for path in ("/", "/web/page.js", "/web/page.css"):
         assert "http" not in server.http.get(path).text.replace("${location.origin}", ""), path
 

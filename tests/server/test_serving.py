@@ -1,17 +1,23 @@
-"""Listening, waiting for a thread, and what the terminal shows. The command as a whole: test_process.py."""
+"""Listening, ending, and what the terminal shows. The command as a whole: test_process.py."""
 
-import asyncio
 import io
+import re
 import socket
-import threading
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from kit import ScriptedServer
 
+from configs.errors import SettingsError
 from configs.settings import Settings
 from engine.errors import StartupError
 from engine.messages import CacheInfo, EngineReady
 from server.banner import Progress, startup_block
-from server.serving import _in_thread, bind
+from server.serving import bind
+
+ROOT = Path(__file__).parents[2]
 
 
 # ---------------------------------------------------------------------- listening
@@ -47,23 +53,31 @@ def test_ipv6():
         pytest.skip(str(error))
 
 
-# ---------------------------------------------------------------------- threads
-def test_a_threads_result_and_error():
-    assert asyncio.run(_in_thread(lambda: threading.current_thread().daemon)) is True
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(_in_thread(lambda: 1 // 0))
+# ---------------------------------------------------------------------- the end
+def test_the_end_does_not_wait_for_a_thread():
+    """Nor does the interpreter tear down what the thread still uses."""
+    program = """if True:
+        import asyncio, threading
+        from configs.settings import Settings
+        from server.context import ServerContext
+        from server.metrics import Metrics
+        from server.serving import Serving
 
+        context = ServerContext(Settings(), Metrics())
+        began = threading.Event()
 
-def test_a_thread_that_nobody_waits_for_holds_nothing_up():
-    goes_on = threading.Event()
+        async def leave():
+            work = asyncio.create_task(context.aside.run(1 << 20, lambda: (began.set(), threading.Event().wait())))
+            while not began.is_set():
+                await asyncio.sleep(0.01)
+            work.cancel()
 
-    async def leave() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await _in_thread(lambda: goes_on.wait(20))
-
-    asyncio.run(leave())
-    goes_on.set()
+        asyncio.run(leave())
+        Serving(context, None)._leave_threads(7)
+        print("not reached")
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (7, ""), done.stderr
 
 
 # ---------------------------------------------------------------------- the terminal
@@ -82,13 +96,14 @@ def test_the_start_up_block_shows_that_a_key_is_needed_but_not_the_key():
     assert "Authorization: Bearer KEY" in block and "secret" not in block and "http://[::1]:8000" in block
 
 
-def test_progress_is_a_line_a_phase_where_there_is_no_terminal():
-    out = io.StringIO()
-    progress = Progress(out)
+@pytest.mark.parametrize("stream", [io.StringIO(), None])
+def test_progress_is_a_line_a_phase_where_there_is_no_terminal(stream, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    progress = Progress(stream)
     for phase, done in (("downloading", 0.0), ("downloading", 0.5), ("loading weights", 0.1), ("loading weights", 1.0)):
         progress.report(phase, done)
     progress.close()
-    assert out.getvalue() == "downloading\nloading weights\n"
+    assert caplog.messages == ["downloading", "loading weights"] and (stream is None or not stream.getvalue())
 
 
 def test_progress_is_a_bar_on_a_terminal():
@@ -103,3 +118,45 @@ def test_progress_is_a_bar_on_a_terminal():
     progress.close()
     progress.close()
     assert "loading weights" in out.getvalue() and "100%" in out.getvalue()
+
+
+def test_the_start_up_block_of_https():
+    block = startup_block("tiny", READY, Settings(ssl_certfile="cert.pem"), "0.0.0.0", 8123)
+    assert "curl https://127.0.0.1:8123/v1" in block and "metrics https://127.0.0.1:8123/metrics" in block
+    assert "http://" not in block
+
+
+# ---------------------------------------------------------------------- behind a proxy
+def test_root_path():
+    """A proxy may strip it or not."""
+    with ScriptedServer({"s1": b"AB"}, root_path="/llm/one", api_key=("k",)) as server:
+        body = {"model": "scripted", "prompt": "s1"}
+        for prefix in ("", "/llm/one"):
+            assert server.http.post(f"{prefix}/v1/completions", json=body).json()["choices"][0]["text"] == "AB"
+            nobody = {"authorization": "Bearer x"}
+            for path in ("/health", "/readyz", "/metrics", "/", "/web/page.js"):
+                assert server.http.get(prefix + path, headers=nobody).status_code == 200, prefix + path
+            assert server.http.get(f"{prefix}/v1/models", headers=nobody).status_code == 401
+        assert server.http.get("/llm/one/openapi.json").json()["servers"] == [{"url": "/llm/one"}]
+        for path in (
+            "/llm/v1/models",
+            "/llm/one",
+            "/llm/onev1/models",
+            "/LLM/one/v1/models",
+            "/llm/one/llm/one/v1/models",
+        ):
+            assert server.http.get(path).status_code == 404, path
+        assert server.metric("http_requests_total", handler="/v1/completions", method="POST", status="2xx") == 2
+
+
+def test_the_page_asks_for_nothing_above_its_own_path():
+    with ScriptedServer({}) as server:
+        for path in ("/", "/web/page.js"):
+            text = server.http.get(path).text
+            assert not re.search(r"""(href|src)="/|fetch\(["'`]/""", text), path
+
+
+@pytest.mark.parametrize("path", ["llm", "/llm/", "/", "//x", "/a b", "/a?b"])
+def test_what_is_no_root_path(path: str):
+    with pytest.raises(SettingsError, match=r"^--root-path must begin with a slash"):
+        Settings.create({"root_path": path})

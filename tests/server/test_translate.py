@@ -17,6 +17,9 @@ from engine.text.chat_template import ChatRenderer
 from server import translate
 from server.protocol.body import parse
 from server.protocol.chat import ChatBody
+from server.protocol.logprobs import ShownLogprobs
+
+NOTHING = ShownLogprobs(None, None)
 
 
 class Client(EngineClient):
@@ -34,7 +37,7 @@ def client(words: tuple[str, ...] = (), **defaults: float) -> Client:
 def params(body: dict[str, Any], limit: int | None = None, on: Client | None = None) -> SamplingParams:
     fields = {"messages": [{"role": "user", "content": "x"}], **body}
     return translate.sampling_params(
-        on or client(), parse(ChatBody, json.dumps(fields).encode()), limit, "max_tokens", None
+        on or client(), parse(ChatBody, json.dumps(fields).encode()), limit, "max_tokens", NOTHING
     )
 
 
@@ -92,7 +95,7 @@ def test_bad_words_that_are_one_token_either_way(monkeypatch: pytest.MonkeyPatch
 
 def test_deadlines_from_the_openai_clients(monkeypatch: pytest.MonkeyPatch):
     seen = []
-    with ScriptedServer({"s1": b"A"}) as server:
+    with ScriptedServer({"s1": b"A"}, scheduling_policy="priority") as server:
         submit = server.context.client.submit
 
         async def spy(prompts, params, envelope):
@@ -112,6 +115,15 @@ def test_deadlines_from_the_openai_clients(monkeypatch: pytest.MonkeyPatch):
     assert seen[7].deadline is None, "comment lines keep a stream's reader waiting"
     assert [envelope.priority for envelope in seen[8:]] == [-3, -1, 4]
     assert len({envelope.request_id for envelope in seen}) == len(seen)
+
+
+def test_a_priority_needs_the_policy():
+    with ScriptedServer({"s1": b"A"}) as server:
+        refused = server.post_completion("s1", priority=1)
+        assert refused.status_code == 400 and "--scheduling-policy priority" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["param"] == "priority"
+        for harmless in ({"priority": 0}, {"service_tier": "priority"}, {"service_tier": "flex"}):
+            assert server.post_completion("s1", **harmless).status_code == 200
 
 
 @pytest.mark.parametrize("biases", [{"--5": 1}, {"5" * 5000: 1}, {"5": 1, "05": 2}, {"٥": 1}, {"5\n": 1}, {"5": True}])

@@ -118,7 +118,6 @@ def test_a16_paths_are_dotted_and_names_short(server: ScriptedServer):
         {"structured_outputs": {"regex": "a"}},
         {"guided_regex": "foo**"},
         {"guided_json": {}},
-        {"prompt_logprobs": 1},
         {"echo": True},
         {"modalities": ["text", "audio"]},
         {"audio": {"voice": "x"}},
@@ -136,7 +135,7 @@ def test_documented_fields_that_are_not_served_are_named(server: ScriptedServer,
 
 
 def test_completion_fields_that_are_not_served(server: ScriptedServer):
-    for field in ({"suffix": "x"}, {"best_of": 2}, {"echo": True}, {"response_format": {"type": "json_object"}}):
+    for field in ({"suffix": "x"}, {"best_of": 2}, {"response_format": {"type": "json_object"}}):
         assert_refused(server.post_completion("s1", **field), param=next(iter(field)), code="unsupported_parameter")
 
 

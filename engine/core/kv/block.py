@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+NO_EXTENT = -1
+
 
 class Block:
     """A page. In the tree when `parent` is set; then `tokens` names what it holds after all its ancestors' tokens.
@@ -15,12 +17,14 @@ class Block:
     """
 
     __slots__ = (
-        "children", "computed_in", "heads", "id", "last_use", "newer", "older", "parent", "ref_count", "stamp",
-        "tokens",
+        "children", "computed_in", "extents", "heads", "id", "last_use", "newer", "older", "parent", "ref_count",
+        "stamp", "tokens",
     )  # fmt: skip
 
-    def __init__(self, block_id: int) -> None:
+    def __init__(self, block_id: int, num_windows: int = 0) -> None:
         self.id = block_id
+        self.extents = [NO_EXTENT] * num_windows
+        """Where in each windowed group's pool lies what the block holds for it; `NO_EXTENT`: no longer there."""
         self.ref_count = 0
         """Block tables that hold it; a copy's source counts once more until its step is planned."""
         self.tokens: tuple[int, ...] = ()

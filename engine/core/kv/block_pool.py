@@ -12,9 +12,10 @@ class BlockPool:
     head is a leaf, and eviction never searches.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_windows: int = 0) -> None:
+        """`num_windows`: windowed groups, for which a block may have extents (`kv/window.py`)."""
         assert num_blocks > 0, num_blocks
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.blocks = [Block(block_id, num_windows) for block_id in range(num_blocks)]
         self.now = 0
         """The current step, for `Block.last_use`."""
         self.num_cached = 0

@@ -1,12 +1,16 @@
 """What happened to pages and why: a bounded, lossy ring for explanation. Counters live in `Stats`, not here.
 
     kind        reason and what it means                                 numbers
-    hit         whole_prompt | diverged | end_of_cache | evicted         tokens, prompt_tokens, blocks, position
+    hit         whole_prompt | diverged | end_of_cache | evicted |
+                window_evicted: known further, but a layer with a window
+                no longer has what the next row sees                     tokens, prompt_tokens, blocks, position
                 ahead: others computed it while this prompt was computed tokens, blocks, position
     miss        nothing_cached | other_salt | evicted | diverged |
-                caching_is_off                                           tokens, prompt_tokens, blocks, position
+                window_evicted | caching_is_off                          tokens, prompt_tokens, blocks, position
     allocation  prompt | generation | recomputation                      blocks
     eviction    allocation | duplicate                                   blocks, tokens, idle_steps
+                reset: somebody asked for an empty cache                 blocks
+                window: from a windowed group's pool alone               blocks, window
     copy        partial_hit                                              source, destination, tokens
     preemption  yielded_to_earlier | no_pages_left: needed one itself    pages: held by the victim
     wait        no_pages | reserved: and nobody may overtake | no_slot |
@@ -49,13 +53,14 @@ class EventLog:
         self.num_recorded = 0
         self._events: deque[Event] = deque(maxlen=capacity)
 
-    def record(self, kind: str, reason: str, request: Request, other: Request | None = None, **numbers: int) -> None:
-        """`request`: whom it befell; `other`: for whose sake."""
+    def record(
+        self, kind: str, reason: str, request: Request | None, other: Request | None = None, **numbers: int
+    ) -> None:
+        """`request`: whom it befell, None: the cache as a whole; `other`: for whose sake."""
         self.num_recorded += 1
+        own_id, own_tenant = (None, None) if request is None else (request.request_id, request.tenant)
         other_id, other_tenant = (None, None) if other is None else (other.request_id, other.tenant)
-        self._events.append(
-            Event(self.step, kind, reason, request.request_id, request.tenant, other_id, other_tenant, numbers)
-        )
+        self._events.append(Event(self.step, kind, reason, own_id, own_tenant, other_id, other_tenant, numbers))
 
     def report(self, limit: int, tenant: str | None = None) -> list[Report]:
         """The newest `limit` events, newest last.

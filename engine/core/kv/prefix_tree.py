@@ -7,7 +7,7 @@ them: equal hashes never make two prefixes one.
 from collections.abc import Sequence
 from itertools import islice
 
-from engine.core.kv.block import Block, Root, RootKey
+from engine.core.kv.block import NO_EXTENT, Block, Root, RootKey
 
 MAX_EXAMINED = 32
 """Children looked at for the best partial match, newest first."""
@@ -17,7 +17,7 @@ class PrefixTree:
     """Nodes are blocks. Full children of one parent are unique; open ones may repeat."""
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._roots: dict[RootKey, Root] = {}
         self._stamp = 0
 
@@ -34,7 +34,7 @@ class PrefixTree:
 
     def walk(self, parent: Block, tokens: Sequence[int], start: int, limit: int) -> list[Block]:
         """Full blocks below `parent` that hold tokens[start:], in order, not beyond tokens[:limit]."""
-        size, path = self._block_size, []
+        size, path = self.block_size, []
         while parent.children and start + size <= limit:
             child = parent.children.get(tuple(tokens[start : start + size]))
             if child is None:
@@ -46,12 +46,12 @@ class PrefixTree:
     def best_partial(self, parent: Block, tokens: Sequence[int], before: int) -> tuple[Block | None, int]:
         """The child of `parent` with the longest head equal to the head of `tokens`, and that length.
 
-        `before`: only children computed by steps earlier than this one.
+        `before`: only children computed by steps earlier than this one, and only those that lack no extent.
         """
         best, best_length = None, 0
         candidates = parent.heads.get(tokens[0]) if tokens else None
         for child in islice(reversed(candidates), MAX_EXAMINED) if candidates else ():
-            if child.computed_in < before:
+            if child.computed_in < before and NO_EXTENT not in child.extents:
                 length = _common_head(child.tokens, tokens)
                 if length > best_length:
                     best, best_length = child, length
@@ -61,11 +61,11 @@ class PrefixTree:
 
     def insert(self, parent: Block, block: Block, tokens: tuple[int, ...]) -> None:
         """Makes `block` a child of `parent`: full or open by the number of `tokens`, at least one."""
-        assert block.parent is None and 0 < len(tokens) <= self._block_size, (block, tokens)
+        assert block.parent is None and 0 < len(tokens) <= self.block_size, (block, tokens)
         self._stamp += 1
         block.parent, block.tokens, block.stamp = parent, tokens, self._stamp
         parent.heads.setdefault(tokens[0], {})[block] = None
-        if len(tokens) == self._block_size:
+        if len(tokens) == self.block_size:
             assert tokens not in parent.children, "full children of one parent are unique"
             parent.children[tokens] = block
 
@@ -78,7 +78,7 @@ class PrefixTree:
         del same_head[block]
         if not same_head:
             del parent.heads[block.tokens[0]]
-        if len(block.tokens) == self._block_size:
+        if len(block.tokens) == self.block_size:
             del parent.children[block.tokens]
         block.parent, block.tokens = None, ()
         if isinstance(parent, Root) and not parent.heads:
@@ -109,11 +109,11 @@ class PrefixTree:
             parent = queue.pop()
             below = [(first, child) for first, same_head in parent.heads.items() for child in same_head]
             assert all(same_head for same_head in parent.heads.values())
-            full = [child for _, child in below if len(child.tokens) == self._block_size]
+            full = [child for _, child in below if len(child.tokens) == self.block_size]
             assert {child.tokens: child for child in full} == parent.children and len(full) == len(parent.children)
             for first, child in below:
                 assert child.parent is parent and child.tokens[0] == first, child
-                assert len(child.tokens) == self._block_size or not child.heads, f"{child} is open and has children"
+                assert len(child.tokens) == self.block_size or not child.heads, f"{child} is open and has children"
             queue += [child for _, child in below]
             num_nodes += len(below)
         return num_nodes

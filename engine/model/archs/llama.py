@@ -1,9 +1,10 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, TinyLlama, and Mistral within its sliding window (Touvron et al. 2023).
+"""The Llama family: Llama 2 and 3, SmolLM2, TinyLlama (Touvron et al. 2023), Mistral, Qwen2 and Qwen3.
 
     ids ─ embedding ─┬─ norm ─ qkv ─ rotary ─ attention ─ o ─┬─ norm ─ gate, up ─ silu ─ down ─┬─ … ─ norm ─ head
                      └──────────── residual ─────────────────┴──────────────────────────────────┘
 
-The sums happen inside the next norm: `x` is what a block adds, `residual` the running sum, changed in place.
+The sums happen inside the next norm: `x` is what a block adds, `residual` the running sum, changed in place. Biases,
+norms of queries and keys, sliding windows: as the configuration says. Other families build on these modules.
 """
 
 from collections.abc import Mapping
@@ -15,54 +16,39 @@ from torch import nn
 from configs.model import ModelConfig
 from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend, ForwardBatch
+from engine.model.layers.attention import Attention
 from engine.model.layers.embedding import Embedding, Head
-from engine.model.layers.linear import Linear
+from engine.model.layers.mlp import MLP
 from engine.model.layers.norm import RMSNorm
 from engine.model.layers.rotary import RotaryEmbedding
 
+WEIGHTS = {
+    "model.embed_tokens": ("embedding", ""),
+    "model.layers.*.input_layernorm": ("layers.*.attention_norm", ""),
+    "model.layers.*.self_attn.q_proj": ("layers.*.attention.qkv", "q"),
+    "model.layers.*.self_attn.k_proj": ("layers.*.attention.qkv", "k"),
+    "model.layers.*.self_attn.v_proj": ("layers.*.attention.qkv", "v"),
+    "model.layers.*.self_attn.o_proj": ("layers.*.attention.o", ""),
+    "model.layers.*.post_attention_layernorm": ("layers.*.mlp_norm", ""),
+    "model.layers.*.mlp.gate_proj": ("layers.*.mlp.gate_up", "gate"),
+    "model.layers.*.mlp.up_proj": ("layers.*.mlp.gate_up", "up"),
+    "model.layers.*.mlp.down_proj": ("layers.*.mlp.down", ""),
+    "model.norm": ("norm", ""),
+    "lm_head": ("head", ""),
+}
+QK_NORMS = {
+    "model.layers.*.self_attn.q_norm": ("layers.*.attention.q_norm", ""),
+    "model.layers.*.self_attn.k_norm": ("layers.*.attention.k_norm", ""),
+}
 
-class LlamaAttention(nn.Module):
-    """Multi-head, grouped-query or multi-query, by the number of KV heads."""
 
+class Layer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer, self.heads, self.kv_heads = layer, config.num_heads, config.num_kv_heads
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.split = [queries, keys, keys]
-        bias = config.attention_bias
-        self.qkv = Linear(config.hidden_size, {"q": queries, "k": keys, "v": keys}, bias, dtype)
-        self.o = Linear(queries, {"": config.hidden_size}, bias, dtype)
-
-    def forward(
-        self, x: torch.Tensor, rotary: RotaryEmbedding, batch: ForwardBatch, attention: AttentionBackend
-    ) -> torch.Tensor:
-        q, k, v = self.qkv(x).split(self.split, dim=-1)
-        q = q.unflatten(-1, (self.heads, -1))
-        k, v = k.unflatten(-1, (self.kv_heads, -1)), v.unflatten(-1, (self.kv_heads, -1))
-        rotary(q, k, batch.positions)
-        out: torch.Tensor = self.o(attention.forward(self.layer, q, k, v, batch))
-        return out
-
-
-class LlamaMLP(nn.Module):
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        size, bias = config.intermediate_size, config.mlp_bias
-        self.gate_up = Linear(config.hidden_size, {"gate": size, "up": size}, bias, dtype, gated=True)
-        self.down = Linear(size, {"": config.hidden_size}, bias, dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(self.gate_up(x))
-        return out
-
-
-class LlamaLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attention = LlamaAttention(config, layer, dtype)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = LlamaMLP(config, dtype)
+        self.attention_norm = RMSNorm(config, config.hidden_size, dtype)
+        self.attention = Attention(config, layer, dtype)
+        self.mlp_norm = RMSNorm(config, config.hidden_size, dtype)
+        self.mlp = MLP(config, dtype)
 
     def forward(
         self,
@@ -80,38 +66,34 @@ class LlamaLayer(nn.Module):
 
 
 class Model(CausalLM):
-    weight_map: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "model.embed_tokens": ("embedding", ""),
-        "model.layers.*.input_layernorm": ("layers.*.attention_norm", ""),
-        "model.layers.*.self_attn.q_proj": ("layers.*.attention.qkv", "q"),
-        "model.layers.*.self_attn.k_proj": ("layers.*.attention.qkv", "k"),
-        "model.layers.*.self_attn.v_proj": ("layers.*.attention.qkv", "v"),
-        "model.layers.*.self_attn.o_proj": ("layers.*.attention.o", ""),
-        "model.layers.*.post_attention_layernorm": ("layers.*.mlp_norm", ""),
-        "model.layers.*.mlp.gate_proj": ("layers.*.mlp.gate_up", "gate"),
-        "model.layers.*.mlp.up_proj": ("layers.*.mlp.gate_up", "up"),
-        "model.layers.*.mlp.down_proj": ("layers.*.mlp.down", ""),
-        "model.norm": ("norm", ""),
-        "lm_head": ("head", ""),
-    }
+    layer_type: ClassVar[type[Layer]] = Layer
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, window: int) -> None:
         super().__init__(config)
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.layers = nn.ModuleList(LlamaLayer(config, layer, dtype) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, config.embedding_scale)
+        self.layers = nn.ModuleList(self.layer_type(config, layer, dtype) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config, config.hidden_size, dtype)
         self.head = Head(config.vocab_size, config.hidden_size, dtype)
-        self.rotary = RotaryEmbedding(config, window)
+        self.rotary = RotaryEmbedding(config.rope, config.rotary_dim, config.max_position, window)
+        self.local_rotary = self.rotary
+        if config.local_rope is not None:
+            self.local_rotary = RotaryEmbedding(config.local_rope, config.rotary_dim, config.max_position, window)
+
+    @property
+    def weight_map(self) -> Mapping[str, tuple[str, str]]:
+        return WEIGHTS | QK_NORMS if self.config.qk_norm else WEIGHTS
 
     def tie_head(self) -> None:
         self.head.tie(self.embedding)
 
-    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """Logits [S, vocab_size] of the rows in `batch.logit_rows`, in the model's dtype."""
+    def hidden(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         x, residual = None, self.embedding(batch.input_ids)
-        for layer in self.layers:
-            x = layer(x, residual, self.rotary, batch, attention)
+        for layer, window in zip(self.layers, self.config.layer_windows, strict=True):
+            rotary = self.rotary if window is None else self.local_rotary
+            x = layer(x, residual, rotary, batch, attention)
         assert x is not None
-        rows = batch.logit_rows
-        logits: torch.Tensor = self.head(self.norm.after_add(x[rows], residual[rows]))
+        return self.norm.after_add(x[batch.logit_rows], residual[batch.logit_rows])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(hidden)
         return logits

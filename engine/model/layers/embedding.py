@@ -8,10 +8,13 @@ from engine.model.layers.linear import Linear
 
 
 class Embedding(Loadable):
+    """Rows of a table, times `scale`, which is rounded to the dtype first, as transformers does (Gemma)."""
+
     weight: torch.Tensor
 
-    def __init__(self, vocab_size: int, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, vocab_size: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = torch.tensor(scale).to(dtype).item()
         self.register_buffer("weight", torch.empty(vocab_size, size, dtype=dtype))
 
     def part_shapes(self, shard: str) -> dict[str, tuple[int, ...]]:
@@ -22,7 +25,8 @@ class Embedding(Loadable):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, size], a fresh tensor"""
-        return functional.embedding(input_ids, self.weight)
+        rows = functional.embedding(input_ids, self.weight)
+        return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
 
 class Head(Linear):

@@ -4,31 +4,39 @@ from collections.abc import Mapping
 
 import torch
 
+from configs.model import Activation
 from engine.model.base import Loadable
 from kernels import ops
 
 
 class Linear(Loadable):
-    """y = x W^T + b. Shards are row ranges of W in the order given; the weight is packed when the last one has come.
+    """y = x W^T + b. Shards are row ranges of W in the order given; the weight is packed when the last row has come.
+    The shard "" is all rows, for checkpoints that store them fused.
 
-    Gated: of two shards of one size, the first gates the second: y = silu(x G^T) * (x U^T).
+    With a gate, of two shards of one size the first gates the second: y = gate(x G^T) * (x U^T).
 
     Until then the rows gather in a plain buffer, given up once packed: loading needs one such buffer beside the model.
     """
 
     def __init__(
-        self, in_features: int, shards: Mapping[str, int], bias: bool, dtype: torch.dtype, gated: bool = False
+        self,
+        in_features: int,
+        shards: Mapping[str, int],
+        bias: bool,
+        dtype: torch.dtype,
+        gate: Activation | None = None,
     ) -> None:
         """shards: name -> rows (output features)."""
         super().__init__()
         self.in_features, self.out_features = in_features, sum(shards.values())
-        self.has_bias, self.dtype, self.gated = bias, dtype, gated
+        self.has_bias, self.dtype, self.gate = bias, dtype, gate
         self._rows: dict[str, slice] = {}
         start = 0
         for name, size in shards.items():
             self._rows[name] = slice(start, start + size)
             start += size
-        self._pending = {(shard, part) for shard in shards for part in self.part_shapes(shard)}
+        self._rows[""] = slice(0, start)
+        self._pending = dict.fromkeys(self.part_shapes(""), start)
         self._gathered: dict[str, torch.Tensor] = {}
         self._packed: ops.PackedLinear | None = None
 
@@ -42,9 +50,9 @@ class Linear(Loadable):
             shape = (self.out_features, self.in_features) if part == "weight" else (self.out_features,)
             self._gathered[part] = torch.empty(shape, dtype=self.dtype)
         self._gathered[part][self._rows[shard]].copy_(tensor)
-        self._pending.remove((shard, part))
-        if not self._pending:
-            self._packed = ops.pack_linear(self._gathered["weight"], self._gathered.get("bias"), self.gated)
+        self._pending[part] -= len(tensor)
+        if not any(self._pending.values()):
+            self._packed = ops.pack_linear(self._gathered["weight"], self._gathered.get("bias"), self.gate)
             self._gathered = {}
 
     @property

@@ -2,6 +2,7 @@
 
 import torch
 
+from configs.kv import KVLayout
 from engine.model.interface import ForwardBatch
 from engine.runner.kv_store.plain import PlainStore
 from kernels import ops
@@ -12,16 +13,15 @@ class PagedAttention:
 
     name = "paged"
 
-    def __init__(self, store: PlainStore, scale: float) -> None:
-        """`scale` multiplies q·k, usually head_dim ** -0.5."""
-        self.store, self.scale = store, scale
+    def __init__(self, store: PlainStore, layout: KVLayout) -> None:
+        self.store = store
+        self._windows = tuple(layout.groups[group].window for group in store.groups)
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, scale: float
     ) -> torch.Tensor:
         """q: [T, heads, head_dim], rotated; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
-        store = self.store
+        store, window = self.store, self._windows[layer]
         store.write(layer, k, v, batch)
-        return ops.paged_attention(
-            q, store.pool, store.spec, layer, batch.block_tables, batch.query_start, batch.seq_lens, self.scale
-        )
+        tables = batch.block_tables[store.groups[layer]]
+        return ops.paged_attention(q, store.pages[layer], tables, batch.query_start, batch.seq_lens, scale, window)

@@ -1,12 +1,13 @@
 """The KV pool, and K and V stored unquantised in the layer's own format."""
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from configs.errors import StartupError
-from configs.kv import KVSpec
+from configs.kv import KVLayout
 from engine.model.interface import ForwardBatch
 from kernels import ops
 
@@ -44,9 +45,14 @@ def _anonymous(size: int) -> mmap.mmap:
 class PlainStore:
     """`KVStore` for fp32, bf16 and fp16."""
 
-    def __init__(self, pool: torch.Tensor, spec: KVSpec) -> None:
-        self.pool, self.spec = pool, spec
+    def __init__(self, pools: Sequence[torch.Tensor], layout: KVLayout) -> None:
+        """`pools`: one for each KV group."""
+        self.groups = tuple(group for group, _ in layout.places)
+        """The KV group of each of the model's layers."""
+        self.pages = tuple(
+            ops.LayerPages(pools[group], layout.groups[group].spec, index) for group, index in layout.places
+        )
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:
         """k, v: [T, kv_heads, head_dim], any row stride, model dtype."""
-        ops.store_kv(k, v, self.pool, self.spec, layer, batch.slot_mapping)
+        ops.store_kv(k, v, self.pages[layer], batch.slot_mapping[self.groups[layer]])

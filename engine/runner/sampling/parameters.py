@@ -87,6 +87,7 @@ class SamplingColumns:
         self.seed = np.zeros(max_num_seqs, np.uint64)
         self.index = np.zeros(max_num_seqs, np.uint64)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int64)
+        self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         """-1: none asked for."""
         self.extras: dict[int, Extras] = {}
 
@@ -104,6 +105,7 @@ class SamplingColumns:
         self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
         self.seed[slot], self.index[slot] = self._seed(row), row.index
         self.num_logprobs[slot] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
+        self.num_prompt_logprobs[slot] = min(params.prompt_logprobs or 0, self.vocab_size)
         self.plain[slot] = self.greedy[slot] and extras is None and params.logprobs is None
 
     def release(self, slot: int) -> None:

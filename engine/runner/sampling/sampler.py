@@ -6,6 +6,7 @@ same bits alone, in company and in any order.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,6 +72,22 @@ class Sampler:
             {i: one.logprobs[0] for i, one in enumerate(alone) if one.logprobs},
             {i: one.faults[0] for i, one in enumerate(alone) if one.faults},
         )
+
+    def score(
+        self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], token_ids: Ids, num_top: int
+    ) -> list[TokenLogprobs]:
+        """What the rows of hidden [R, hidden] give to token_ids [R], with `num_top` alternatives each.
+
+        Raises `ValueError` with words for the client where a row has no finite maximum.
+        """
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(token_ids), self._chunk):
+            ids = token_ids[start : start + self._chunk]
+            x = self._load(head(hidden[start : start + len(ids)]), np.arange(len(ids)))
+            if not np.isfinite(x.amax(dim=1).numpy()).all():
+                raise ValueError(NON_FINITE)
+            found += token_logprobs(x, self._work[:, : len(x)], ids, np.full(len(ids), num_top))
+        return found
 
     def _sample(self, logits: torch.Tensor, slots: Slots, masks: Masks) -> Sampled:
         columns = self.columns

@@ -1,13 +1,15 @@
 // Paged attention: one arithmetic for every row, whatever the batch, the chunk, the place or the number of threads.
 //
-// A row is one query head of one token; it sees the first `seen` tokens of its sequence. Its result is defined by
+// A row is one query head of one token; it sees the first `seen` tokens of its sequence, or the last `window` of those.
+// Its result is defined by
 //
 //     tiles   of 32 tokens at absolute positions: raw scores (q . k), their maximum, one rescale of what was summed so
 //             far, weights exp2(score x scale x log2 e - maximum), rounded to the format, weights x V
 //     splits  of 512 tokens at absolute positions: each starts afresh; (maximum, sum, values) are merged in order
 //
-// and the order in which an engine adds products inside a tile. Tokens that a row does not see add nothing to it,
-// whatever their slots hold. Everything else here only decides which rows share a loaded tile (all query heads of a
+// and the order in which an engine adds products inside a tile. It begins with the first tile and split that hold a
+// token the row sees. Tokens that a row does not see add nothing to it, whatever their slots hold; pages of which no
+// row of a panel sees anything are not read, nor are their entries of the block table. Everything else here only decides which rows share a loaded tile (all query heads of a
 // key/value head; in prefill those of several tokens too) and which thread computes what. Pages are read in place.
 //
 // An engine does the products: `VectorEngine` (attention_vector.h) or `AmxEngine` (attention_amx.cpp). It has
@@ -45,6 +47,7 @@ struct AttentionCall {
     const int32_t *query_start;  // [sequences + 1]
     const int32_t *seq_lens;  // [sequences]
     int64_t sequences;
+    int64_t window;  // tokens that a row sees at most; so large that it hides none where there is no window
     float scale;
     void *out;  // [T, heads, head_dim]
 
@@ -101,6 +104,13 @@ struct Sums {
         memset(values, 0, sizeof(float) * rows * width);
     }
 
+    // Row = next.
+    void adopt(const Sums &next, int row) const {
+        maximum[row] = next.maximum[row];
+        memcpy(weight + row * W, next.weight + row * W, sizeof(float) * W);
+        memcpy(values + row * width, next.values + row * width, sizeof(float) * width);
+    }
+
     // Row = row (+) next.
     void merge(const Sums &next, int row) const {
         const float top = larger(maximum[row], next.maximum[row]);
@@ -113,27 +123,43 @@ struct Sums {
 };
 
 // Rows of one sequence that walk its pages together: for each of `kv_heads` key/value heads `rows` rows, these being
-// query heads [first_head, first_head + heads) of the head's group, of tokens from `token` on, token by token.
+// query heads [first_head, first_head + heads) of the head's group, of `tokens` tokens from `token` on, token by token.
 struct Panel {
     int64_t sequence, kv_head, token, first_head;
-    int kv_heads, heads, rows;
-    int64_t seen;  // tokens that the first token's rows see; each further token sees one more
+    int kv_heads, heads, tokens, rows;
+    int64_t seen;  // where the sight of the first token's rows ends; each further token sees one more
+    int64_t window;
 
     int all_rows() const { return rows * kv_heads; }
-    int64_t row_sees(int row) const { return seen + row / heads; }
-    int64_t all_see() const { return row_sees(rows - 1); }
-    int seen_in_tile(int row, int64_t start) const {
-        return static_cast<int>(least<int64_t>(TILE, row_sees(row) - start));
+    // A row sees the tokens [begin, end).
+    int64_t end(int row) const { return seen + row / heads; }
+    int64_t begin(int row) const { return begin_to(end(row)); }
+    int64_t begin_to(int64_t end) const { return end > window ? end - window : 0; }
+    int64_t all_begin() const { return begin_to(seen); }
+    int64_t all_end() const { return seen + tokens - 1; }
+    int64_t last_begin() const { return begin_to(all_end()); }
+    // What of it lies in the tile that starts at `start`, counted from there.
+    int end_in_tile(int row, int64_t start) const { return in_tile(end(row), start); }
+    int begin_in_tile(int row, int64_t start) const { return in_tile(begin(row), start); }
+    static int in_tile(int64_t position, int64_t start) {
+        return position < start ? 0 : static_cast<int>(least<int64_t>(TILE, position - start));
     }
-    // The first row that sees the token at `position`.
-    int first_row_seeing(int64_t position) const {
-        return position < seen ? 0 : static_cast<int>(position - seen + 1) * heads;
+    bool all_see_tile(int64_t start) const { return start + TILE <= seen && last_begin() <= start; }
+    // The rows that see any of the tokens [from, to): [first_row, end_row).
+    int first_row(int64_t from) const { return from < seen ? 0 : static_cast<int>(from - seen + 1) * heads; }
+    int end_row(int64_t to) const {
+        return last_begin() < to ? rows : static_cast<int>(to - seen + window) * heads;
     }
-    int64_t splits() const { return ceil_div(all_see(), SPLIT); }
-    int64_t cost() const { return all_rows() * ceil_div(all_see(), TILE); }
+    int64_t first_tile() const { return all_begin() / TILE * TILE; }
+    int64_t first_split() const { return all_begin() / SPLIT; }
+    int64_t end_split() const { return ceil_div(all_end(), SPLIT); }
+    int64_t splits() const { return end_split() - first_split(); }
+    int64_t cost() const { return all_rows() * ceil_div(all_end() - first_tile(), TILE); }
     void merge(const Sums &sums, const Sums &next, int64_t split) const {
+        const int64_t from = split * SPLIT;
         for (int head = 0; head < kv_heads; head++)
-            for (int r = first_row_seeing(split * SPLIT); r < rows; r++) sums.merge(next, head * rows + r);
+            for (int r = first_row(from); r < end_row(from + SPLIT); r++)
+                begin(r) < from ? sums.merge(next, head * rows + r) : sums.adopt(next, head * rows + r);
     }
 };
 
@@ -158,20 +184,29 @@ template <class F>
 struct Pages {
     const AttentionCall &call;
     const Panel &panel;
+    const int64_t first, last;  // blocks of the sequence that hold a token which any row sees
+
+    Pages(const AttentionCall &call, const Panel &panel)
+        : call(call),
+          panel(panel),
+          first(panel.all_begin() / call.block_size),
+          last((panel.all_end() - 1) / call.block_size) {}
 
     int64_t head_units() const { return call.head_dim / F::PAIR * call.block_size; }
 
-    // The tile of tokens from `start` on, for the panel's first key/value head. Vectors and rows past the panel's last
-    // token point at its last block: readable, not seen. K vectors are whole only where W divides the block size.
+    // The tile of tokens from `start` on, for the panel's first key/value head. Vectors and rows of tokens outside of
+    // the panel's blocks point into the nearest one: readable, not seen. K vectors are whole only where W divides the
+    // block size.
     Tile<F> at(int64_t start) const {
         Tile<F> tile;
         tile.k_stride = call.block_size;
-        const int64_t last = (panel.all_see() - 1) / call.block_size;
         int64_t index = start / call.block_size, offset = start % call.block_size;
-        const uint8_t *block = find(index);
+        const uint8_t *block = find(index < first ? first : index);
         for (int t = 0; t < TILE; t += F::PAIR) {
-            if (offset == call.block_size && index < last) block = find(++index);
-            if (offset == call.block_size) offset = 0;
+            if (offset == call.block_size) {
+                offset = 0;
+                if (++index > first && index <= last) block = find(index);
+            }
             if (t % W == 0) tile.k[t / W] = units(block, call.k_offset) + offset;
             tile.v[t / F::PAIR] = units(block, call.v_offset) + offset / F::PAIR * call.head_dim;
             offset += F::PAIR;
@@ -179,9 +214,18 @@ struct Pages {
         return tile;
     }
 
-    // K of one token: dim unit d lies d x block_size further on.
-    const uint32_t *k(int head, int64_t token) const {
-        return units(find(token / call.block_size), call.k_offset) + head * head_units() + token % call.block_size;
+    // Makes whole vectors of tokens where W does not divide the block size: [dim units, TILE]. Tokens that nobody of
+    // the panel sees keep what was there.
+    void copy_k(int head, int64_t start, uint32_t *to, Tile<F> &tile) const {
+        const int64_t dim_units = call.head_dim / F::PAIR, size = call.block_size;
+        const int end = panel.in_tile(panel.all_end(), start);
+        for (int t = panel.in_tile(panel.all_begin(), start); t < end; t++) {
+            const int64_t token = start + t;
+            const uint32_t *k = units(find(token / size), call.k_offset) + head * head_units() + token % size;
+            for (int64_t d = 0; d < dim_units; d++) to[d * TILE + t] = k[d * size];
+        }
+        for (int g = 0; g < GROUPS; g++) tile.k[g] = to + g * W;
+        tile.k_stride = TILE;
     }
 
   private:
@@ -260,21 +304,22 @@ class Worker {
 
   private:
     void attend_split(const Panel &panel, int64_t split, const Sums &total) {
-        const Pages<F> pages{call, panel};
-        const int64_t begin = split * SPLIT, end = least(panel.all_see(), begin + SPLIT);
+        const Pages<F> pages(call, panel);
+        const int64_t first_tile = panel.first_tile(), end = least(panel.all_end(), (split + 1) * SPLIT);
+        const int64_t begin = split * SPLIT < first_tile ? first_tile : split * SPLIT;
         const bool streaming = panel.rows <= STREAMING_ROWS;
         total.reset(panel.all_rows());
         Tile<F> tile = pages.at(begin);
         for (int64_t start = begin; start < end; start += TILE) {
             const Tile<F> next = start + TILE < end ? pages.at(start + TILE) : tile;
-            const int first = panel.first_row_seeing(start);
+            const int first = panel.first_row(start), end_row = panel.end_row(start + TILE);
             for (int head = 0; head < panel.kv_heads; head++) {
                 Tile<F> mine = tile.moved(head * pages.head_units());
                 const Tile<F> ahead = head + 1 < panel.kv_heads ? tile.moved((head + 1) * pages.head_units()) : next;
                 const Sums rows = total.from_row(head * panel.rows);
                 engine.prepare(pages, head, start, mine);
                 engine.score(panel, head, mine, streaming ? &ahead : nullptr, scores);
-                int last = panel.rows, block = block_start(first, last);
+                int last = end_row, block = block_start(first, last);
                 weigh(panel, start, block, last, rows);
                 while (block > first) {
                     const int next_block = block_start(first, block);
@@ -293,8 +338,8 @@ class Worker {
     static int block_start(int first, int last) { return (last - 1 - first) / Engine::BLOCK * Engine::BLOCK + first; }
 
     void weigh(const Panel &panel, int64_t start, int first, int last, const Sums &rows) {
-        start + TILE <= panel.seen ? weigh<true>(panel, start, first, last, rows)
-                                   : weigh<false>(panel, start, first, last, rows);
+        panel.all_see_tile(start) ? weigh<true>(panel, start, first, last, rows)
+                                  : weigh<false>(panel, start, first, last, rows);
     }
 
     // Scores to weights for rows [first, last) of a head: new maxima, factors to rescale by, and sums of weights.
@@ -307,7 +352,7 @@ class Worker {
             for (int i = 0; i < 4; i++) {
                 const int row = least(r + i, last - 1);
                 float *score = scores + row * TILE;
-                if (!WHOLE) hide(score, panel.seen_in_tile(row, start));
+                if (!WHOLE) hide(score, panel.begin_in_tile(row, start), panel.end_in_tile(row, start));
                 top[i] = load(score);
                 for (int g = 1; g < GROUPS; g++) top[i] = max(top[i], load(score + g * W));
             }
@@ -331,8 +376,10 @@ class Worker {
         }
     }
 
-    static void hide(float *score, int tokens_seen) {
-        for (int g = 0; g < GROUPS; g++) store(score + g * W, keep_first(load(score + g * W), tokens_seen - g * W));
+    // All but the scores [begin, end) become -inf.
+    static void hide(float *score, int begin, int end) {
+        for (int t = 0; t < begin; t++) score[t] = -INFINITY;
+        for (int g = 0; g < GROUPS; g++) store(score + g * W, keep_first(load(score + g * W), end - g * W));
     }
 };
 

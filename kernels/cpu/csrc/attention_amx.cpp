@@ -14,7 +14,7 @@ class AmxEngine {
     const int64_t dims, width, units;  // of a row: dims rounded up to whole steps, to whole vectors; dim units
     const bool k_in_place;
     uint16_t *q;
-    uint32_t *k_copy, *v_copy;
+    uint32_t *k_copy, *v_copy, *v_row_copy;
     float *products;
 
   public:
@@ -24,7 +24,7 @@ class AmxEngine {
     static int64_t floats(const AttentionCall &call, int rows) {
         const int64_t dims = round_up(call.head_dim, STEP), width = round_up(call.head_dim, W);
         return Scratch::size<uint16_t>((rows + ROWS) * dims) + Scratch::size<uint32_t>(dims / 2 * TILE) +
-               Scratch::size<uint32_t>(TILE / 2 * width) + Scratch::size<float>(ROWS * width);
+               2 * Scratch::size<uint32_t>(TILE / 2 * width) + Scratch::size<float>(ROWS * width);
     }
 
     AmxEngine(const AttentionCall &call, Scratch scratch, int rows)
@@ -36,6 +36,7 @@ class AmxEngine {
           q(scratch.take<uint16_t>((rows + ROWS) * dims)),
           k_copy(scratch.take<uint32_t>(dims / 2 * TILE)),
           v_copy(scratch.take<uint32_t>(TILE / 2 * width)),
+          v_row_copy(scratch.take<uint32_t>(TILE / 2 * width)),
           products(scratch.take<float>(ROWS * width)) {
         configure_tiles();
         memset(q, 0, sizeof(uint16_t) * (rows + ROWS) * dims);
@@ -53,12 +54,13 @@ class AmxEngine {
         }
     }
 
-    // V is copied where the tile crosses blocks, and where it holds tokens that nobody of the panel sees: those become
-    // 0.
+    // K is copied also where dims are no whole steps. V is copied where the tile crosses blocks, and where it holds
+    // tokens that nobody of the panel sees: those become 0.
     void prepare(const Pages<Bf16> &pages, int head, int64_t start, Tile<Bf16> &tile) {
-        const int tokens = pages.panel.seen_in_tile(pages.panel.rows - 1, start);
-        if (!k_in_place) copy_k(pages, head, start, tokens, tile);
-        if (tokens < TILE || width != call.head_dim || !evenly_spaced(tile)) copy_v(tokens, tile);
+        const Panel &panel = pages.panel;
+        const int begin = panel.in_tile(panel.all_begin(), start), end = panel.in_tile(panel.all_end(), start);
+        if (!k_in_place) pages.copy_k(head, start, k_copy, tile);
+        if (end - begin < TILE || width != call.head_dim || !evenly_spaced(tile)) copy_v(begin, end, v_copy, tile);
     }
 
     void score(const Panel &panel, int head, const Tile<Bf16> &tile, const Tile<Bf16> *ahead, float *to) const {
@@ -85,17 +87,16 @@ class AmxEngine {
         if (ahead)
             for (const uint32_t *v : ahead->v)
                 for (int64_t d = 0; d < call.head_dim; d += W) prefetch(v + d);
-        const int tokens = panel.seen_in_tile(first, start);
-        if (tokens == panel.seen_in_tile(panel.rows - 1, start) || all_finite(tile, tokens)) {
+        if (panel.all_see_tile(start) ||
+            all_finite(tile, panel.begin_in_tile(last - 1, start), panel.end_in_tile(first, start))) {
             add_rows(tile, first, last, weights, rescale, values);
             return;
         }
-        // 0 x inf would reach rows that do not see it: row by row, the last one first, each without the unseen.
-        Tile<Bf16> copy = tile;
-        if (copy.v[0] != v_copy) copy_v(TILE, copy);
-        for (int r = last - 1; r >= first; r--) {
-            clear_v(panel.seen_in_tile(r, start));
-            add_rows(copy, r, r + 1, weights, rescale, values);
+        // 0 x inf would reach rows that do not see it: row by row, each without the unseen.
+        for (int r = first; r < last; r++) {
+            Tile<Bf16> mine = tile;
+            copy_v(panel.begin_in_tile(r, start), panel.end_in_tile(r, start), v_row_copy, mine);
+            add_rows(mine, r, r + 1, weights, rescale, values);
         }
     }
 
@@ -136,47 +137,32 @@ class AmxEngine {
         return tile.v[Tile<Bf16>::V_ROWS - 1] - tile.v[0] == (tile.v[1] - tile.v[0]) * (Tile<Bf16>::V_ROWS - 1);
     }
 
-    // Makes whole steps of dims and whole vectors of tokens.
-    void copy_k(const Pages<Bf16> &pages, int head, int64_t start, int tokens, Tile<Bf16> &tile) {
-        for (int t = 0; t < tokens; t++) {
-            const uint32_t *from = pages.k(head, start + t);
-            for (int64_t d = 0; d < units; d++) k_copy[d * TILE + t] = from[d * call.block_size];
-        }
-        for (int g = 0; g < GROUPS; g++) tile.k[g] = k_copy + g * W;
-        tile.k_stride = TILE;
-    }
-
-    // V of the first `tokens` in one run; those after are 0.
-    void copy_v(int tokens, Tile<Bf16> &tile) {
-        const int64_t row = width, dims = call.head_dim;
+    // V of the tokens [begin, end) in one run at `to`; the others are 0.
+    void copy_v(int begin, int end, uint32_t *to, Tile<Bf16> &tile) const {
+        const int64_t dims = call.head_dim;
         const __mmask16 last_dims = static_cast<__mmask16>((1u << dims % W) - 1);
-        for (int t = 0; t < Tile<Bf16>::V_ROWS; t++) {
-            uint32_t *to = v_copy + t * row;
+        for (int t = 0; t < Tile<Bf16>::V_ROWS; t++, to += width) {
             const uint32_t *from = tile.v[t];
-            tile.v[t] = to;
-            if (2 * t >= tokens) continue;
+            const __m512i seen = _mm512_set1_epi32((2 * t >= begin && 2 * t < end ? 0xffff : 0) |
+                                                   (2 * t + 1 >= begin && 2 * t + 1 < end ? 0xffff0000 : 0));
             int64_t d = 0;
-            for (; d + W <= dims; d += W) _mm512_storeu_si512(to + d, _mm512_loadu_si512(from + d));
-            if (d < dims) _mm512_storeu_si512(to + d, _mm512_maskz_loadu_epi32(last_dims, from + d));
+            for (; d + W <= dims; d += W)
+                _mm512_storeu_si512(to + d, _mm512_and_si512(_mm512_loadu_si512(from + d), seen));
+            if (d < dims)
+                _mm512_storeu_si512(to + d, _mm512_and_si512(_mm512_maskz_loadu_epi32(last_dims, from + d), seen));
+            tile.v[t] = to;
         }
-        clear_v(tokens);
     }
 
-    // Copied V from token `tokens` on becomes 0.
-    void clear_v(int tokens) {
-        if (tokens % 2)
-            for (int64_t d = 0; d < width; d++) v_copy[tokens / 2 * width + d] &= 0xffff;
-        const int whole = (tokens + 1) / 2;
-        memset(v_copy + whole * width, 0, sizeof(uint32_t) * (Tile<Bf16>::V_ROWS - whole) * width);
-    }
-
-    // Whether V holds neither infinities nor NaN from the pair of token `tokens` on.
-    bool all_finite(const Tile<Bf16> &tile, int tokens) const {
+    // Whether V holds neither infinities nor NaN but perhaps in pairs of two of the tokens [begin, end).
+    bool all_finite(const Tile<Bf16> &tile, int begin, int end) const {
         const __m512i exponent = _mm512_set1_epi16(0x7f80);
         __mmask32 bad = 0;
-        for (int t = tokens / 2; t < Tile<Bf16>::V_ROWS; t++)
+        for (int t = 0; t < Tile<Bf16>::V_ROWS; t++) {
+            if (2 * t >= begin && 2 * t + 2 <= end) continue;
             for (int64_t d = 0; d < width; d += W)
                 bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(tile.v[t] + d), exponent), exponent);
+        }
         return !bad;
     }
 };

@@ -23,8 +23,8 @@ void for_each_panel(const AttentionCall &call, bool group_heads, Visit visit) {
                     const int64_t token = first + chunk * tokens, count = least(tokens, last - token);
                     const int64_t width = least(heads, group - head);
                     visit(Panel{b, kv, token, head, static_cast<int>(least(kv_heads, call.kv_heads - kv)),
-                                static_cast<int>(width), static_cast<int>(width * count),
-                                call.seq_lens[b] - (last - token) + 1});
+                                static_cast<int>(width), static_cast<int>(count), static_cast<int>(width * count),
+                                call.seq_lens[b] - (last - token) + 1, call.window});
                 }
     }
 }
@@ -120,27 +120,30 @@ class Batch {
                 return;
             }
             *left = static_cast<int>(panel.splits());
-            for (int64_t split = 0; split < panel.splits(); split++) *item++ = {panel, split, sums, left};
+            for (int64_t split = panel.first_split(); split < panel.end_split(); split++)
+                *item++ = {panel, split, sums, left};
             left++;
             sums.memory += panel.splits() * sums_floats;
         });
     }
 
     Sums sums_of(const Item &item, int64_t split) const {
-        return Sums::in({item.partial.memory + split * sums_floats}, division.rows, width);
+        return Sums::in({item.partial.memory + (split - item.panel.first_split()) * sums_floats}, division.rows, width);
     }
 
     void work(Worker<Engine> &worker, const Item &item) {
         const Panel &panel = item.panel;
         if (item.split < 0) {
-            worker.attend(panel, 0, panel.splits(), worker.sums);
+            worker.attend(panel, panel.first_split(), panel.end_split(), worker.sums);
             worker.write(panel, worker.sums);
             return;
         }
         worker.attend(panel, item.split, item.split + 1, sums_of(item, item.split));
         if (__atomic_sub_fetch(item.splits_left, 1, __ATOMIC_ACQ_REL)) return;
-        const Sums total = sums_of(item, 0);
-        for (int64_t split = 1; split < panel.splits(); split++) panel.merge(total, sums_of(item, split), split);
+        const int64_t first = panel.first_split();
+        const Sums total = sums_of(item, first);
+        for (int64_t split = first + 1; split < panel.end_split(); split++)
+            panel.merge(total, sums_of(item, split), split);
         worker.write(panel, total);
     }
 };

@@ -1,5 +1,5 @@
 // The products of paged attention on vector registers, for every instruction set and format. Inside a tile a score is
-// one chain of dots over ascending dims, a value one over ascending tokens that ends with the last one the row sees.
+// one chain of dots over ascending dims, a value one over the ascending tokens that the row sees.
 
 #pragma once
 
@@ -41,16 +41,15 @@ void score_rows(const uint32_t *q, const Tile<F> &tile, const Tile<F> *ahead, in
     }
 }
 
-// values = values x rescale + weights . v for M rows and N vectors of dims from `d` on, over the tile's first `tokens`.
-// weights: [M, Tile::V_ROWS]. A last token without its partner does not touch the partner's numbers.
+// values = values x rescale + weights . v for M rows and N vectors of dims from `d` on, over token units [begin, end) of
+// the tile. weights: [M, Tile::V_ROWS].
 template <class F, int M, int N>
-void add_values(const uint32_t *weights, const float *rescale, const Tile<F> &tile, const Tile<F> *ahead, int tokens,
-                int64_t d, float *values, int64_t width) {
+void add_values(const uint32_t *weights, const float *rescale, const Tile<F> &tile, const Tile<F> *ahead, int begin,
+                int end, int64_t d, float *values, int64_t width) {
     Vec sum[M][N];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) sum[m][n] = mul(load(values + m * width + n * W), splat(rescale[m]));
-    const int whole = tokens / F::PAIR;
-    for (int t = 0; t < whole; t++) {
+    for (int t = begin; t < end; t++) {
         Units v[N];
         for (int n = 0; n < N; n++) {
             v[n] = load_units(tile.v[t] + d + n * W);
@@ -61,12 +60,6 @@ void add_values(const uint32_t *weights, const float *rescale, const Tile<F> &ti
             for (int n = 0; n < N; n++) sum[m][n] = F::dot(sum[m][n], weight, v[n]);
         }
     }
-    if (tokens % F::PAIR)
-        for (int n = 0; n < N; n++) {
-            const Units v = and_units(load_units(tile.v[whole] + d + n * W), splat_unit(0xffff));
-            for (int m = 0; m < M; m++)
-                sum[m][n] = F::dot(sum[m][n], splat_unit(weights[m * Tile<F>::V_ROWS + whole]), v);
-        }
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) store(values + m * width + n * W, sum[m][n]);
 }
@@ -96,7 +89,7 @@ template <class F>
 class VectorEngine {
     const AttentionCall &call;
     const int64_t width, units;  // of a row: dims, rounded up to whole vectors; dim units
-    uint32_t *q, *k_copy, *v_copy;
+    uint32_t *q, *k_copy, *v_copy, *edges;
 
   public:
     using Format = F;
@@ -104,7 +97,7 @@ class VectorEngine {
 
     static int64_t floats(const AttentionCall &call, int rows) {
         return Scratch::size<uint32_t>(rows * call.head_dim) + Scratch::size<uint32_t>(TILE * call.head_dim) +
-               Scratch::size<uint32_t>(TILE * round_up(call.head_dim, W));
+               Scratch::size<uint32_t>((TILE + 2) * round_up(call.head_dim, W));
     }
 
     VectorEngine(const AttentionCall &call, Scratch scratch, int rows)
@@ -113,7 +106,8 @@ class VectorEngine {
           units(call.head_dim / F::PAIR),
           q(scratch.take<uint32_t>(rows * call.head_dim)),
           k_copy(scratch.take<uint32_t>(TILE * call.head_dim)),
-          v_copy(scratch.take<uint32_t>(TILE * width)) {}
+          v_copy(scratch.take<uint32_t>((TILE + 2) * width)),
+          edges(v_copy + TILE * width) {}
 
     // For each key/value head blocks of QK_ROWS rows, each [dim units, rows of the block].
     void gather_q(const Panel &panel) {
@@ -130,9 +124,8 @@ class VectorEngine {
     }
 
     void prepare(const Pages<F> &pages, int head, int64_t start, Tile<F> &tile) {
-        const int tokens = pages.panel.seen_in_tile(pages.panel.rows - 1, start);
-        if (call.block_size % W) copy_k(pages, head, start, tokens, tile);
-        if (call.head_dim % W) copy_v(tokens, tile);
+        if (call.block_size % W) pages.copy_k(head, start, k_copy, tile);
+        if (call.head_dim % W) copy_v(Panel::in_tile(pages.panel.all_end(), start), tile);
     }
 
     void score(const Panel &panel, int head, const Tile<F> &tile, const Tile<F> *ahead, float *to) const {
@@ -144,33 +137,34 @@ class VectorEngine {
 
     void add(const Panel &panel, int64_t start, int first, int last, const Tile<F> &tile, const Tile<F> *ahead,
              const uint32_t *weights, const float *rescale, float *values) const {
-        if (start + TILE <= panel.seen) {
-            add_rows(tile, ahead, TILE, first, last, weights, rescale, values);
+        if (panel.all_see_tile(start)) {
+            add_rows(tile, ahead, 0, Tile<F>::V_ROWS, first, last, weights, rescale, values);
             return;
         }
-        for (int r = first; r < last; r += panel.heads)
-            add_rows(tile, ahead, panel.seen_in_tile(r, start), r, r + panel.heads, weights, rescale, values);
+        for (int r = first; r < last; r += panel.heads) {
+            const int begin = panel.begin_in_tile(r, start), end = panel.end_in_tile(r, start);
+            Tile<F> mine = tile;
+            if (begin % F::PAIR) keep_half(mine.v[begin / F::PAIR], 0xffff0000, edges);
+            if (end % F::PAIR) keep_half(mine.v[end / F::PAIR], 0xffff, edges + width);
+            add_rows(mine, ahead, begin / F::PAIR, ceil_div(end, F::PAIR), r, r + panel.heads, weights, rescale, values);
+        }
     }
 
   private:
-    void add_rows(const Tile<F> &tile, const Tile<F> *ahead, int tokens, int first, int last, const uint32_t *weights,
-                  const float *rescale, float *values) const {
+    // A token whose partner is not seen: of its units all but its own half becomes 0, in a copy.
+    void keep_half(const uint32_t *&v, uint32_t half, uint32_t *copy) const {
+        for (int64_t d = 0; d < width; d++) copy[d] = v[d] & half;
+        v = copy;
+    }
+
+    void add_rows(const Tile<F> &tile, const Tile<F> *ahead, int begin, int end, int first, int last,
+                  const uint32_t *weights, const float *rescale, float *values) const {
         for (int64_t d = 0; d < width; d += PV_VECS * W) {
             const int vecs = static_cast<int>(least<int64_t>(PV_VECS, (width - d) / W));
             for (int r = first; r < last; r += PV_ROWS)
                 Unrolled<F>::add(least(PV_ROWS, last - r), vecs)(weights + r * Tile<F>::V_ROWS, rescale + r, tile,
-                                                                 ahead, tokens, d, values + r * width + d, width);
+                                                                 ahead, begin, end, d, values + r * width + d, width);
         }
-    }
-
-    // Makes whole vectors of tokens where blocks are no multiple of one.
-    void copy_k(const Pages<F> &pages, int head, int64_t start, int tokens, Tile<F> &tile) {
-        for (int t = 0; t < tokens; t++) {
-            const uint32_t *from = pages.k(head, start + t);
-            for (int64_t d = 0; d < units; d++) k_copy[d * TILE + t] = from[d * call.block_size];
-        }
-        for (int g = 0; g < GROUPS; g++) tile.k[g] = k_copy + g * W;
-        tile.k_stride = TILE;
     }
 
     // Makes whole vectors of dims where head_dim is no multiple of one.

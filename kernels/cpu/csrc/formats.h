@@ -12,7 +12,6 @@ struct Fp32 {
     using Number = float;
     static constexpr int PAIR = 1;
     static Vec dot(Vec sum, Units a, Units b) { return fma(as_floats(a), as_floats(b), sum); }
-    static Number narrow(float x) { return x; }
     // Writes N vectors of floats as numbers, in order.
     template <int N>
     static void pack(uint32_t *to, const Vec (&v)[N]) {
@@ -23,7 +22,6 @@ struct Fp32 {
 struct Bf16 {
     using Number = uint16_t;
     static constexpr int PAIR = 2;
-    static Number narrow(float x) { return to_bf16(x); }
 
 #if defined(__AVX512BF16__)
     static Vec dot(Vec sum, Units a, Units b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }

@@ -1,4 +1,4 @@
-// Linear layers: y = x W^T + b, or gated: y = silu(x G^T) x (x U^T).
+// Linear layers: y = x W^T + b, or gated: y = gate(x G^T) x (x U^T).
 //
 // Every output is one chain: an accumulator that starts at 0 and takes the products of ascending input dims in order,
 // plus the bias, rounded once. Which rows share a loaded piece of the weight and which thread computes what is decided
@@ -13,6 +13,7 @@
 #include <cstdlib>
 
 #include "formats.h"
+#include "numbers.h"
 #include "parallel.h"
 
 // A packed weight. Mirrored in kernels/cpu/linear.py.
@@ -21,7 +22,9 @@ struct LinearWeight {
     const float *bias;      // [blocks * 32] or null
     int64_t n, k;           // outputs, inputs
     int64_t depth;          // units of a column, at least ceil(k / numbers in a unit); a multiple of 16 for bf16
-    int64_t gated;          // 0 or 1
+    int64_t gate;           // a Gate
+
+    bool gated() const { return gate != 0; }
 };
 
 namespace {
@@ -32,7 +35,7 @@ constexpr int64_t SMALL_SHARE = 1 << 15;     // units of weight x panels of rows
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-inline int64_t outputs_of_block(const LinearWeight &w) { return w.gated ? HALF : BLOCK; }
+inline int64_t outputs_of_block(const LinearWeight &w) { return w.gated() ? HALF : BLOCK; }
 inline int64_t blocks_of(const LinearWeight &w) { return divide_up(w.n, outputs_of_block(w)); }
 
 // Memory that a thread keeps from call to call.

@@ -4,7 +4,6 @@
 
 #include "amx.h"
 #include "linear.h"
-#include "numbers.h"
 
 namespace {
 
@@ -52,13 +51,18 @@ struct Pending {
 
     void write(int64_t count) {
         const int64_t end = smaller(next + count, rows);
-        if (next < end) w->gated ? write_rows<true>(end) : write_rows<false>(end);
+        if (next >= end) return;
+        switch (static_cast<Gate>(w->gate)) {
+            case Gate::NONE: return write_rows<Gate::NONE>(end);
+            case Gate::SILU: return write_rows<Gate::SILU>(end);
+            case Gate::GELU_TANH: return write_rows<Gate::GELU_TANH>(end);
+        }
     }
 
   private:
-    template <bool GATED>
+    template <Gate GATE>
     void write_rows(int64_t end) {
-        constexpr int64_t WIDTH = GATED ? HALF : BLOCK, AHEAD = 4;  // rows whose places in y are fetched in advance
+        constexpr int64_t WIDTH = GATE == Gate::NONE ? BLOCK : HALF, AHEAD = 4;  // rows whose places in y are fetched in advance
         const int64_t outputs = smaller(WIDTH, w->n - block * WIDTH);
         const __mmask32 there = outputs == BLOCK ? ~0u : (1u << outputs) - 1;
         const float *bias = w->bias ? w->bias + block * BLOCK : nullptr;
@@ -68,8 +72,8 @@ struct Pending {
             if (bias) low = add(low, load(bias)), high = add(high, load(bias + HALF));
             uint16_t *to = y + next * w->n + block * WIDTH;
             __builtin_prefetch(to + AHEAD * w->n, 1);
-            if constexpr (GATED) {
-                const Vec v = gated<Bf16Numbers>(Bf16Numbers::rounded(low), Bf16Numbers::rounded(high));
+            if constexpr (GATE != Gate::NONE) {
+                const Vec v = gated<Bf16Numbers, GATE>(Bf16Numbers::rounded(low), Bf16Numbers::rounded(high));
                 _mm256_mask_storeu_epi16(to, static_cast<__mmask16>(there), Bf16Numbers::narrowed(v));
             } else {
                 _mm512_mask_storeu_epi16(to, there, (__m512i)_mm512_cvtne2ps_pbh(high, low));

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "linear.h"
-#include "numbers.h"
 
 namespace {
 
@@ -33,16 +32,26 @@ struct Panel {
 };
 
 // The sums of a row and block -> its outputs.
+template <class Numbers, Gate GATE>
+void write_gated(const LinearWeight &w, const float *sums, int64_t block, typename Numbers::Number *y) {
+    constexpr int64_t MOST = GATE == Gate::NONE ? BLOCK : HALF;
+    alignas(64) typename Numbers::Number numbers[MOST];
+    for (int64_t i = 0; i < MOST; i += W) {
+        Vec v = load(sums + i);
+        if constexpr (GATE != Gate::NONE)
+            v = gated<Numbers, GATE>(Numbers::rounded(v), Numbers::rounded(load(sums + HALF + i)));
+        Numbers::store_numbers(numbers + i, v);
+    }
+    memcpy(y + block * MOST, numbers, smaller(MOST, w.n - block * MOST) * sizeof *y);
+}
+
 template <class Numbers>
 void write_outputs(const LinearWeight &w, const float *sums, int64_t block, typename Numbers::Number *y) {
-    alignas(64) typename Numbers::Number numbers[BLOCK];
-    const int64_t most = outputs_of_block(w), first = block * most, outputs = smaller(most, w.n - first);
-    for (int i = 0; i < most; i += W) {
-        const Vec v = load(sums + i);
-        const Vec up = load(sums + HALF + i % HALF);
-        Numbers::store_numbers(numbers + i, w.gated ? gated<Numbers>(Numbers::rounded(v), Numbers::rounded(up)) : v);
+    switch (static_cast<Gate>(w.gate)) {
+        case Gate::NONE: return write_gated<Numbers, Gate::NONE>(w, sums, block, y);
+        case Gate::SILU: return write_gated<Numbers, Gate::SILU>(w, sums, block, y);
+        case Gate::GELU_TANH: return write_gated<Numbers, Gate::GELU_TANH>(w, sums, block, y);
     }
-    memcpy(y + first, numbers, outputs * sizeof *y);
 }
 
 // M rows x one block.

@@ -44,13 +44,14 @@ struct Bf16Numbers {
 #endif
 };
 
-// v / (1 + e^-v), e^-v as 2^p. FINE: what p lost in rounding is put back (a result rounded to bf16 never shows it).
-// Below -87 it is silu(-87), which is -2^-119.
+// What a gate does to its numbers. Mirrored in kernels/cpu/elementwise.py.
+enum class Gate : int64_t { NONE, SILU, GELU_TANH };
+
+// v / (1 + e^-z), e^-z as 2^p. FINE: what p lost in rounding is put back (a result rounded to bf16 never shows it).
 template <bool FINE>
-Vec silu(Vec v) {
+Vec times_sigmoid(Vec v, Vec z) {
     const Vec zero = splat(0), log2_e = splat(0x1.715476p+0f);
-    v = max(splat(-87), v);
-    const Vec x = FINE ? max(splat(-104), sub(zero, v)) : sub(zero, v);
+    const Vec x = FINE ? max(splat(-104), sub(zero, z)) : sub(zero, z);
     const Vec p = mul(x, log2_e);
     Vec e = exp2_negative(p);
     if (FINE) {
@@ -60,10 +61,26 @@ Vec silu(Vec v) {
     return div(v, add(splat(1), e));
 }
 
-// silu(gate) x up of numbers: silu rounded on the way; the caller rounds the product.
-template <class Numbers>
-Vec gated(Vec gate, Vec up) {
-    return mul(Numbers::rounded(silu<sizeof(typename Numbers::Number) == 4>(gate)), up);
+// Below -87 it is silu(-87), which is -2^-119.
+template <bool FINE>
+Vec silu(Vec v) {
+    v = max(splat(-87), v);
+    return times_sigmoid<FINE>(v, v);
+}
+
+// v (1 + tanh(u)) / 2 is v / (1 + e^-2u); 2u = sqrt(8 / pi) (v + 0.044715 v^3). Below -10 it is that of -10, -2^-123.
+template <bool FINE>
+Vec gelu_tanh(Vec v) {
+    v = max(splat(-10), v);
+    return times_sigmoid<FINE>(v, mul(v, fma(mul(v, v), splat(0x1.2444f2p-4f), splat(0x1.988454p+0f))));
+}
+
+// gate(v) x up of numbers: gate(v) rounded on the way; the caller rounds the product.
+template <class Numbers, Gate GATE>
+Vec gated(Vec v, Vec up) {
+    static_assert(GATE != Gate::NONE, "");
+    constexpr bool FINE = sizeof(typename Numbers::Number) == 4;
+    return mul(Numbers::rounded(GATE == Gate::SILU ? silu<FINE>(v) : gelu_tanh<FINE>(v)), up);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def first_plan(step: int = 1, slot: int = 0, blocks: tuple[int, ...] = (0, 1), computed: int = 0, **fields) -> StepPlan:
-    row = NewRow(slot, f"r{slot}", list(PROMPT), len(PROMPT), GREEDY, 0, list(blocks), computed)
+    row = NewRow(slot, f"r{slot}", list(PROMPT), len(PROMPT), GREEDY, 0, [list(blocks)], computed)
     plan = {
         "slots": [slot],
         "num_tokens": [len(PROMPT) - computed],
@@ -51,15 +51,15 @@ def test_a_wrong_page_changes_the_answer(executor: HashExecutor, blocks: tuple[i
 
 def test_a_page_that_was_not_copied_changes_the_answer(executor: HashExecutor):
     expected = run(executor, first_plan())
-    assert run(executor, first_plan(2, 1, (0, 4), computed=6, copies=[(1, 4)])) == expected
+    assert run(executor, first_plan(2, 1, (0, 4), computed=6, copies=[(0, 1, 4)])) == expected
     assert run(executor, first_plan(3, 2, (0, 5), computed=6)) != expected
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"copies": [(1, 2), (2, 3)]},
-        {"copies": [(1, 2), (0, 2)]},
+        {"copies": [(0, 1, 2), (0, 2, 3)]},
+        {"copies": [(0, 1, 2), (0, 0, 2)]},
         {"samples": [False]},
         {"num_tokens": [9]},
         {"slots": []},
@@ -75,7 +75,7 @@ def test_two_rows_that_write_one_block_are_noticed(executor: HashExecutor):
     run(executor, first_plan())
     with pytest.raises(AssertionError):
         both = first_plan(2, 1, (0, 2), computed=4)
-        both.new_rows.append(NewRow(2, "r2", list(PROMPT), len(PROMPT), GREEDY, 0, [0, 2], 4))
+        both.new_rows.append(NewRow(2, "r2", list(PROMPT), len(PROMPT), GREEDY, 0, [[0, 2]], 4))
         both.slots, both.num_tokens, both.samples = [1, 2], [4, 4], [True, True]
         executor.forward(both)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from engine.core.outputs import failure, take_tokens
+from engine.core.outputs import failure, take_row
 from engine.messages import AddRequest, RowResult, TokenLogprobs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -17,7 +17,7 @@ def sequence(max_total: int = 100, **params: object) -> Request:
 
 def test_the_first_output_tells_hits_and_times():
     request = sequence()
-    first, second = (take_tokens(request, RowResult(0, [token]), now) for token, now in ((3, 5.0), (4, 6.0)))
+    first, second = (take_row(request, RowResult(0, [token]), None, now) for token, now in ((3, 5.0), (4, 6.0)))
     assert (first.token_ids, first.cached_tokens, first.finish_reason) == ([3], 1, None)
     assert first.timings is not None and (first.timings.arrival, first.timings.first_token) == (1.0, 5.0)
     assert (second.token_ids, second.cached_tokens, second.timings) == ([4], 0, None)
@@ -35,45 +35,45 @@ def test_the_first_output_tells_hits_and_times():
     ],
 )
 def test_end_of_sequence(params: dict, reason: str | None, stop_reason: int | None):
-    output = take_tokens(sequence(**params), RowResult(0, [EOS]), 0.0)
+    output = take_row(sequence(**params), RowResult(0, [EOS]), None, 0.0)
     assert (output.token_ids, output.finish_reason, output.stop_reason) == ([EOS], reason, stop_reason)
 
 
 def test_a_stop_token_is_named_and_published():
     request = sequence(stop_token_ids=(5,))
-    output = take_tokens(request, RowResult(0, [5]), 2.0)
+    output = take_row(request, RowResult(0, [5]), None, 2.0)
     assert (output.token_ids, output.finish_reason, output.stop_reason) == ([5], "stop", 5)
     assert output.timings is not None and output.timings.finished == 2.0
 
 
 def test_min_tokens_come_first():
     request = sequence(min_tokens=2, max_tokens=50)
-    reasons = [take_tokens(request, RowResult(0, [EOS]), 0.0).finish_reason for _ in range(3)]
+    reasons = [take_row(request, RowResult(0, [EOS]), None, 0.0).finish_reason for _ in range(3)]
     assert reasons == [None, None, "stop"]
 
 
 def test_length_ends_at_max_total():
     request = sequence(max_total=4)
-    assert take_tokens(request, RowResult(0, [3]), 0.0).finish_reason is None
-    assert take_tokens(request, RowResult(0, [4]), 0.0).finish_reason == "length"
+    assert take_row(request, RowResult(0, [3]), None, 0.0).finish_reason is None
+    assert take_row(request, RowResult(0, [4]), None, 0.0).finish_reason == "length"
 
 
 def test_stop_wins_over_length():
-    assert take_tokens(sequence(max_total=3), RowResult(0, [EOS]), 0.0).finish_reason == "stop"
+    assert take_row(sequence(max_total=3), RowResult(0, [EOS]), None, 0.0).finish_reason == "stop"
 
 
 @pytest.mark.parametrize(("row", "kept"), [([3, EOS, 4], [3, EOS]), ([3, 4, 5, 6], [3, 4, 5]), ([3, 4], [3, 4])])
 def test_several_tokens_are_taken_as_far_as_the_sequence_goes(row: list[int], kept: list[int]):
     logprobs = [TokenLogprobs(-float(token), 1, [], []) for token in row]
-    output = take_tokens(sequence(max_total=5), RowResult(0, row, logprobs), 0.0)
+    output = take_row(sequence(max_total=5), RowResult(0, row, logprobs), None, 0.0)
     assert output.token_ids == kept
     assert [logprob.logprob for logprob in output.logprobs or []] == [-token for token in kept]
 
 
 def test_an_outputs_times_do_not_change_afterwards():
     request = sequence()
-    first = take_tokens(request, RowResult(0, [3]), 5.0)
-    take_tokens(request, RowResult(0, [EOS]), 6.0)
+    first = take_row(request, RowResult(0, [3]), None, 5.0)
+    take_row(request, RowResult(0, [EOS]), None, 6.0)
     assert first.timings is not None and first.timings.finished == 0.0
 
 

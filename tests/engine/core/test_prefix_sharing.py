@@ -119,7 +119,7 @@ def test_a_choice_held_behind_its_prompt_does_not_expire():
     harness = Harness(block_size=4, max_num_batched_tokens=4)
     deadline = harness.now + 2
     for index in range(3):
-        harness.add(f"c{index}", prompt(60), greedy(3), group="g", index=index, deadline=deadline)
+        harness.add(f"c{index}", prompt(60), greedy(3), group="g", batch="g", index=index, deadline=deadline)
     harness.run(seconds_a_step=1.0)
     assert harness.now > deadline + 5
     for index in range(3):

@@ -99,6 +99,27 @@ def test_a_deadline_does_not_end_what_has_started():
     harness.assert_sequential("younger")
 
 
+@pytest.mark.parametrize("share", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("kind", ["prompts", "choices"])
+def test_an_answer_that_is_being_made_has_no_deadline(kind: str, share: bool):
+    """Of a request with more sequences than there are slots, one after the other; those that arrive late as well."""
+    harness = Harness(max_num_seqs=1, prefix_caching=share)
+    deadline = harness.now + 3
+    group = {"group": "many"} if kind == "choices" else {}
+    several = [
+        harness.add(f"many-{number}", prompt(4), greedy(6), batch="many", index=number, deadline=deadline, **group)
+        for number in range(3)
+    ]
+    harness.step()
+    several.append(harness.add("many-3", prompt(5), greedy(6), batch="many", deadline=deadline))
+    other = harness.add("other", prompt(4), greedy(5), batch="another", deadline=deadline)
+    while harness.core.has_work:
+        harness.step()
+        harness.now += 1
+    assert [request.finish_reason for request in several] == ["length"] * 4
+    assert other.finish_reason == "error"
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
 def test_abort_in_any_state_gives_everything_back(depth: int, steps: int):

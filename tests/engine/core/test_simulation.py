@@ -1,7 +1,8 @@
 """Random days of a scheduler: whatever happens, each answer is the one the request would have got alone.
 
 Prompts come from a two-token alphabet over a few common stems, pools are small and pages tiny, so that hits, copies,
-evictions and preemptions happen all the time. The fake model's answer depends on every page it reads.
+evictions and preemptions happen all the time. The fake model's answer depends on every page it reads. Half of the days
+have layers with sliding windows, whose pools are often as small as they may be.
 """
 
 import random
@@ -9,9 +10,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from fakes import Harness, sequential
+from fakes import Harness, sequential, sequential_scores
 
+from engine.core.kv.match import Match
 from engine.errors import ContextLengthExceeded
+from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 REQUESTS_PER_DAY = 25
@@ -35,19 +38,38 @@ class Seen:
     overlapped: int = 0
     overtaken: int = 0
     finished: int = 0
+    scored: int = 0
+
+
+@dataclass
+class SeenInWindows:
+    """The same of days with windows."""
+
+    window_hits: int = 0
+    """Of prompts longer than a window."""
+    window_evictions: int = 0
+    window_misses: int = 0
+    """Known further, but not all that the next row sees."""
+    short_of_extents: int = 0
+    """Preemptions while blocks were left."""
+    waits: int = 0
+    """Admissions refused while blocks were left."""
 
 
 class Day:
     """One engine with random settings, and a random course of events."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, windowed: bool) -> None:
         self.random = random.Random(seed)
         r = self.random
+        num_blocks, block_size = r.choice([8, 12, 20, 20, 40]), r.choice([2, 4, 4, 8])
+        num_seqs, budget = r.choice([1, 3, 8, 8, 16]), r.choice([1, 3, 7, 8, 16, 64, 10_000])
         self.harness = Harness(
-            num_blocks=r.choice([8, 12, 20, 20, 40]),
-            block_size=r.choice([2, 4, 4, 8]),
-            max_num_seqs=r.choice([1, 3, 8, 8, 16]),
-            max_num_batched_tokens=r.choice([1, 3, 7, 8, 16, 64, 10_000]),
+            num_blocks=num_blocks * 2 if windowed else num_blocks,
+            block_size=block_size,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=budget,
+            windows=windows(random.Random(seed), block_size, budget) if windowed else (),
             max_model_len=r.choice([30, 60, 10_000]),
             prefix_caching=r.random() < 0.85,
             depth=r.choice([1, 1, 2, 2, 3]),
@@ -55,13 +77,31 @@ class Day:
         )
         self.alphabet = r.choice([2, 2, 3, 10])
         self.stems = [self.tokens(r.randrange(1, 40)) for _ in range(r.choice([1, 2, 5]))]
+        self.watch_for_shortage()
         self.open: set[str] = set()
         self.cut: set[str] = set()
         """Aborted, or failing by the executor: they get the beginning of their answer."""
         self.failing: dict[str, int] = {}
         self.harness.executor.row_error = self.row_error
-        self.seen = Seen()
+        self.seen, self.seen_in_windows = Seen(), SeenInWindows()
         self.count = 0
+
+    def watch_for_shortage(self) -> None:
+        """Counts when a windowed group alone stood in the way."""
+        kv, scheduler = self.harness.kv, self.harness.scheduler
+        preempt, fitting = scheduler._preempt, kv.fitting_match
+
+        def counting_preempt(victim: Request, beneficiary: Request) -> None:
+            self.seen_in_windows.short_of_extents += kv.num_available > 0
+            preempt(victim, beneficiary)
+
+        def counting_match(request: Request) -> Match | None:
+            match = fitting(request)
+            enough = kv.num_available - kv.num_reserved[0] >= kv.footprint(request)
+            self.seen_in_windows.waits += match is None and enough
+            return match
+
+        scheduler._preempt, kv.fitting_match = counting_preempt, counting_match
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(self.alphabet) for _ in range(count)]
@@ -84,15 +124,17 @@ class Day:
 
     def params(self) -> SamplingParams:
         r = self.random
-        max_tokens = r.choice([1, 2, 5, 20, 40, None])
+        prompt_logprobs = r.choice([None, None, None, 0])
+        max_tokens = r.choice([1, 2, 5, 20, 40, None] if prompt_logprobs is None else [0, 0, 3, 20])
         return SamplingParams(
             temperature=r.choice([0.0, 1.0]),
             seed=r.randrange(3),
             max_tokens=max_tokens,
-            min_tokens=min(r.choice([0, 0, 3]), max_tokens or 3),
+            min_tokens=min(r.choice([0, 0, 3]), 3 if max_tokens is None else max_tokens),
             ignore_eos=r.random() < 0.3 and max_tokens is not None,
             stop_token_ids=r.choice([(), (3, 11)]),
             logprobs=r.choice([None, 0]),
+            prompt_logprobs=prompt_logprobs,
         )
 
     def arrive(self) -> None:
@@ -106,7 +148,7 @@ class Day:
             "group": group,
             "salt": harness.asked[rival].salt if rival else r.choice([None, None, "a", "b"]),
             "adapter": harness.asked[rival].adapter if rival else r.choice([None, None, "a"]),
-            "priority": -3 if rival else r.choice([0, 0, -1, 2]),
+            "priority": -99 if rival else r.choice([0, 0, -1, 2]),
             "deadline": harness.now + r.randrange(1, 60) if r.random() < 0.15 else None,
         }
         for index in range(n):
@@ -115,7 +157,7 @@ class Day:
             try:
                 harness.add(request_id, prompt, params, index=index, **fields)
             except ContextLengthExceeded:
-                assert len(prompt) >= harness.scheduler.window
+                assert len(prompt) + (params.max_tokens != 0) > harness.scheduler.window
                 self.seen.refused += 1
                 continue
             self.open.add(request_id)
@@ -165,6 +207,12 @@ class Day:
             assert result.token_ids == tokens[: len(result.token_ids)], request_id
             if request.params.logprobs is not None:
                 assert [logprob.logprob for logprob in result.logprobs] == [-token for token in result.token_ids]
+            if request.params.prompt_logprobs is not None:
+                scores = sequential_scores(request.prompt_token_ids)
+                found = [at.logprob for at in result.prompt_logprobs]
+                whole = len(scores) if result.finish_reason in ("stop", "length") else len(found)
+                assert found == scores[:whole], request_id
+                seen.scored += bool(found)
             assert result.cached_tokens < len(request.prompt_token_ids)
         stats, events = harness.core.stats(), Counter((e["kind"], e["reason"]) for e in harness.core.events(10_000))
         assert stats.generated_tokens_total >= sum(len(result.token_ids) for result in harness.results.values())
@@ -176,27 +224,71 @@ class Day:
         seen.ahead += events["hit", "ahead"]
         seen.overlapped += harness.executor.max_unfinished > 1
         seen.overtaken += events["wait", "no_pages"]
+        self.judge_windows()
+
+    def judge_windows(self) -> None:
+        seen, harness = self.seen_in_windows, self.harness
+        evicted = harness.core.stats().evictions_total.get("window", 0)
+        for event in harness.core.events(10_000):
+            lookup = event["kind"] in ("hit", "miss")
+            seen.window_misses += lookup and event["reason"] == "window_evicted"
+            windows = [pool.window for pool in harness.kv.windows]
+            seen.window_hits += bool(windows) and event["kind"] == "hit" and event["tokens"] > max(windows)
+        seen.window_evictions += evicted
 
 
-def simulate(days: range) -> Seen:
+def windows(r: random.Random, block_size: int, budget: int) -> list[tuple[int, int]]:
+    """Tokens and pages of one or two windowed groups; pages from as few as there may be."""
+    chosen = []
+    for _ in range(r.choice([1, 1, 2])):
+        window = r.choice([1, 3, 8, 9, 20])
+        few = -(-(window + min(budget, 64)) // block_size) + 2
+        chosen.append((window, max(2, few + r.choice([-1, 0, 0, 1, 5, 30]))))
+    return chosen
+
+
+def simulate(days: range, windowed: bool = False) -> tuple[Seen, SeenInWindows]:
     total = Counter()
     for seed in days:
-        day = Day(seed)
+        day = Day(seed, windowed)
         try:
             day.live()
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
-        total.update(vars(day.seen))
-    return Seen(**total)
+        total.update(vars(day.seen) | vars(day.seen_in_windows))
+    return Seen(**{name: total[name] for name in vars(Seen())}), SeenInWindows(
+        **{name: total[name] for name in vars(SeenInWindows())}
+    )
 
 
 def test_500_requests_get_what_they_would_get_alone():
-    seen = simulate(range(152, 152 + 500 // REQUESTS_PER_DAY))
+    seen, _ = simulate(range(152, 152 + 500 // REQUESTS_PER_DAY))
     assert all(vars(seen).values()), seen
+
+
+def test_500_requests_with_windows_get_what_they_would_get_alone():
+    seen = simulate(range(185, 185 + 500 // REQUESTS_PER_DAY), windowed=True)
+    assert all(all(vars(part).values()) for part in seen), seen
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_nobody_is_admitted_only_to_be_thrown_out(windowed: bool):
+    """Prompts alone: what was promised at admission is there when its chunk comes, also where prompts share pages."""
+    for seed in range(400, 440):
+        day = Day(seed, windowed)
+        day.params = lambda: SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        try:
+            day.live()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        assert day.seen.preemptions == 0, seed
 
 
 @pytest.mark.slow
-def test_10_000_requests_get_what_they_would_get_alone():
-    seen = simulate(range(1000, 1000 + 10_000 // REQUESTS_PER_DAY))
+@pytest.mark.parametrize("windowed", [False, True])
+def test_10_000_requests_get_what_they_would_get_alone(windowed: bool):
+    seen, seen_in_windows = simulate(range(1000, 1000 + 10_000 // REQUESTS_PER_DAY), windowed)
     assert all(vars(seen).values()), seen
+    assert not windowed or all(vars(seen_in_windows).values()), seen_in_windows

@@ -1,5 +1,6 @@
 """GGUF: files written here as llama.cpp's converter does, read back; SmolLM2 against transformers."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,14 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from smollm2 import reference_model, smollm2_gguf
-from tiny_models import LLAMA3, VARIANTS, TinyLlama, build
+from tiny_models import LLAMA3, VARIANTS, TinyModel, build, longrope
 
-from configs.model import ModelConfig, RopeConfig
+from configs.model import ModelConfig
+from configs.model_gguf import GGUF_ARCHITECTURES
+from configs.model_rope import RopeConfig
 from engine.errors import StartupError
 from engine.model.base import CausalLM
-from engine.model.gguf_weights import NAMES, GGUFSource
+from engine.model.gguf_weights import NAMES, OWN_NAMES, GGUFSource
 from engine.model.registry import load_model
 
+ONES = np.ones(8, dtype=np.float32)
 SEQUENCE = [(11 * i) % 256 for i in range(40)]
 Extra = Callable[[gguf.GGUFWriter], object]
 
@@ -34,7 +38,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
 
 @torch.inference_mode()
 def logits_of(model: CausalLM) -> torch.Tensor:
-    return model(whole_sequences([SEQUENCE]), ContiguousAttention())
+    return model(whole_sequences([SEQUENCE]), ContiguousAttention(model.config))
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -42,18 +46,84 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def file_name(name: str) -> str:
+FILE_NAMES = {
+    "embed_tokens": "token_embd",
+    "lm_head": "output",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "qkv_proj": "attn_qkv",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "gate_up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""Last piece of Hugging Face's name -> llama.cpp's, as its converter renames."""
+
+
+def file_name(name: str, architecture: str) -> str:
     """Hugging Face's name -> llama.cpp's."""
     stem, _, part = name.rpartition(".")
-    layer = next((piece for piece in stem.split(".") if piece.isdigit()), "")
-    backward = {theirs.replace("*", layer): ours.replace("*", layer) for ours, theirs in NAMES.items()}
-    return f"{backward[stem]}.{part}"
+    names = FILE_NAMES | (GEMMA_NAMES if architecture == "gemma3" else {})
+    layer = next((piece for piece in stem.split(".") if piece.isdigit()), None)
+    own = names.get(stem) or names[stem.rpartition(".")[2]]
+    return f"{own}.{part}" if layer is None else f"blk.{layer}.{own}.{part}"
+
+
+def test_names_are_those_of_the_gguf_package() -> None:
+    """Its own map from Hugging Face's names agrees, for every tensor of every family."""
+    kinds = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "phi3": "PHI3", "gemma3": "GEMMA3"}
+    assert list(GGUF_ARCHITECTURES) == list(kinds)
+    for name, kind in kinds.items():
+        architecture = getattr(gguf.MODEL_ARCH, kind)
+        theirs = gguf.get_tensor_name_map(architecture, 1)
+        ours = NAMES | OWN_NAMES.get(GGUF_ARCHITECTURES[name][0], {})
+        known = {gguf.TENSOR_NAMES[tensor].replace("{bid}", "*") for tensor in gguf.MODEL_TENSORS[architecture]}
+        for file in known & set(ours):
+            if not (name == "phi3" and file.endswith(("attn_q", "attn_k", "attn_v"))):  # its files have them fused
+                assert theirs.get_name(ours[file].replace("*", "0")) == file.replace("*", "0"), (name, file)
+        rest = {file.rpartition(".")[2] for file in known - set(ours)}
+        assert rest <= {"rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd", "ffn_gate_inp",
+                        "ffn_gate_exps", "ffn_down_exps", "ffn_up_exps"}, (name, rest)  # fmt: skip
 
 
 def write_gguf(path: Path, folder: Path, kind: Kind, drop: str = "", extra: Extra = lambda writer: None) -> Path:
     """The model in `folder` as a GGUF file, matrices stored as `kind` and vectors as F32."""
     config = ModelConfig.from_source(folder)
-    writer = gguf.GGUFWriter(path, "llama")
+    architecture = next(name for name, (theirs, _) in GGUF_ARCHITECTURES.items() if theirs == config.architecture)
+    writer = gguf.GGUFWriter(path, architecture)
+    write_header(writer, config)
+    extra(writer)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name == drop:
+            continue
+        values = tensor.float().numpy()
+        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            values = interleave(values, config.num_heads if ".q_proj." in name else config.num_kv_heads)
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            values = values + 1.0
+        stored = kind if values.ndim == 2 else Kind.F32
+        writer.add_tensor(file_name(name, architecture), gguf.quants.quantize(values, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_header(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    """The keys that llama.cpp's converter writes for the architecture."""
     writer.add_vocab_size(config.vocab_size)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position)
@@ -61,27 +131,17 @@ def write_gguf(path: Path, folder: Path, kind: Kind, drop: str = "", extra: Extr
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    if writer.arch != "phi3":
+        writer.add_key_length(config.head_dim)
+    if writer.arch in ("llama", "phi3"):
+        writer.add_rope_dimension_count(config.rotary_dim)
+    if writer.arch in ("gemma3", "phi3"):
+        writer.add_sliding_window(max(filter(None, config.layer_windows), default=0))
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(257)
     writer.add_eot_token_id(259)
-    extra(writer)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        if name == drop:
-            continue
-        values = tensor.float().numpy()
-        if ".q_proj." in name or ".k_proj." in name:
-            values = interleave(values, config.num_heads if ".q_proj." in name else config.num_kv_heads)
-        stored = kind if values.ndim == 2 else Kind.F32
-        writer.add_tensor(file_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def refusal(path: Path) -> str:
@@ -93,20 +153,73 @@ def refusal(path: Path) -> str:
 
 
 # ------------------------------------------------------------------ round trips
-@pytest.mark.parametrize("name", ["mha", "gqa", "mqa", "tied", "head-dim", "attention-bias", "mlp-bias", "rope-theta"])
+def with_longrope(frequencies: int, original: int, attention: float) -> Extra:
+    def write(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(attention)
+        for name in ("long", "short"):
+            values = np.array(longrope(frequencies)[f"{name}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", values)
+
+    return write
+
+
+def linear_scaling(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(8.0)
+
+
+EXTRAS: dict[str, Extra] = {
+    "phi3-short": with_longrope(8, 256, math.sqrt(1 + math.log(2) / math.log(256))),
+    "phi3-long": with_longrope(6, 64, math.sqrt(1 + math.log(8) / math.log(64))),
+    "gemma3-linear": linear_scaling,
+}
+SAME = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rotary_dim",
+        "max_position", "intermediate_size", "rms_norm_eps", "local_rope", "layer_windows", "attention_scale",
+        "qk_norm", "qkv_bias", "o_bias", "mlp_bias", "activation", "zero_centred_norms", "post_norms",
+        "embedding_scale", "tie_word_embeddings", "num_parameters", "architecture")  # fmt: skip
+ROUND_TRIPS = [
+    "mha", "gqa", "mqa", "tied", "head-dim", "attention-bias", "mlp-bias", "rope-theta", "qwen2", "qwen3", "phi3",
+    "phi3-short", "phi3-long", "gemma3", "gemma3-linear",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
 def test_float32_file_equals_the_folder(name: str, tmp_path: Path) -> None:
-    folder = build(tmp_path / "hf", VARIANTS[name])
-    path = write_gguf(tmp_path / "model.gguf", folder, Kind.F32)
+    tiny = VARIANTS[name]
+    if tiny.kind == "gemma3":  # the file says neither which layers have a window, every sixth has none, nor the scale
+        extra = {"sliding_window": 24, "query_pre_attn_scalar": tiny.head_dim}
+        tiny = dataclasses.replace(tiny, num_layers=7, extra=extra)
+    folder = build(tmp_path / "hf", tiny)
+    path = write_gguf(tmp_path / "model.gguf", folder, Kind.F32, extra=EXTRAS.get(name, lambda writer: None))
     ours, theirs = ModelConfig.from_source(path), ModelConfig.from_source(folder)
-    for key in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position",
-                "intermediate_size", "rms_norm_eps", "rope", "tie_word_embeddings", "attention_bias", "mlp_bias",
-                "num_parameters"):  # fmt: skip
+    for key in SAME:
         assert getattr(ours, key) == getattr(theirs, key), key
-    assert ours.architecture == "LlamaForCausalLM"
+    for field in dataclasses.fields(RopeConfig):
+        value = getattr(theirs.rope, field.name)
+        assert getattr(ours.rope, field.name) == (value if isinstance(value, str) else pytest.approx(value)), field.name
     source, saved = GGUFSource(path, ours), load_file(folder / "model.safetensors")
     assert source.shapes == {key: tuple(tensor.shape) for key, tensor in saved.items()}
-    assert all(torch.equal(source.read(key), tensor) for key, tensor in saved.items())
-    assert torch.equal(logits_of(load(path)), logits_of(load(folder)))
+    for key, tensor in saved.items():
+        is_shifted = tiny.kind == "gemma3" and key.endswith("norm.weight")
+        assert torch.equal(source.read(key), (tensor + 1.0) - 1.0 if is_shifted else tensor), key
+    torch.testing.assert_close(logits_of(load(path)), logits_of(load(folder)), rtol=1e-5, atol=1e-5)
+
+
+def test_gemma_27b_scales_otherwise(tmp_path: Path) -> None:
+    """The file does not say so: it is known by its layers."""
+    tiny = dataclasses.replace(VARIANTS["gemma3"], num_layers=62, extra={"sliding_window": 24})
+    path = write_gguf(tmp_path / "m.gguf", build(tmp_path / "hf", tiny), Kind.F32)
+    assert ModelConfig.from_source(path).attention_scale == (64 / 4) ** -0.5 != 32**-0.5
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3"])
+def test_llama_alone_is_interleaved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inverse of the round trip: undoing what the converter did not do is seen."""
+    path = write_gguf(tmp_path / "m.gguf", build(tmp_path / "hf", VARIANTS[name]), Kind.F32)
+    expected, config = logits_of(load(path)), ModelConfig.from_source(path)
+    monkeypatch.setattr("engine.model.gguf_weights.INTERLEAVED", (config.architecture,))
+    assert (logits_of(load(path)) - expected).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
@@ -133,7 +246,7 @@ def test_stored_types(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K])
 def test_k_quants(kind: Kind, tmp_path: Path) -> None:
     """Blocks of 256: random codes with sane scales; what arrives is what the gguf package makes of the whole tensor."""
-    folder = build(tmp_path / "hf", TinyLlama(hidden_size=256, intermediate_size=256, num_heads=4, num_layers=1))
+    folder = build(tmp_path / "hf", TinyModel(hidden_size=256, intermediate_size=256, num_heads=4, num_layers=1))
     block, size = gguf.GGML_QUANT_SIZES[kind]
     generator = np.random.default_rng(0)
     blocks = generator.integers(0, 256, (256, 256 // block, size), dtype=np.uint8)
@@ -197,10 +310,13 @@ def test_rope_scaling_keys(tmp_path: Path) -> None:
     assert yarn.attention_factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
     tuned = rope_of(type=gguf.RopeScalingType.YARN, factor=4.0, orig_ctx_len=128, attn_factors=0.5, yarn_beta_fast=16.0)
     assert tuned.attention_factor == pytest.approx(0.5 * yarn.attention_factor) and tuned.beta_fast == 16.0
-    with pytest.raises(
-        StartupError, match=r"llama\.rope\.scaling\.type must be one of none, linear, .* got 'longrope'"
-    ):
+    with pytest.raises(StartupError, match="rope_parameters: short_factor is missing; it must be 8 positive numbers"):
         rope_of(type=gguf.RopeScalingType.LONGROPE)
+    with pytest.raises(StartupError, match=r"rope_factors_short\.weight is missing, cut short or not stored as 32-bit"):
+        write_gguf(
+            tmp_path / "m.gguf", folder, Kind.F32, extra=lambda w: w.add_tensor("rope_factors_long.weight", ONES)
+        )
+        ModelConfig.from_source(tmp_path / "m.gguf")
 
 
 def test_sampling_defaults(tmp_path: Path) -> None:
@@ -245,7 +361,7 @@ def test_file_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "extra", "words"),
     [
-        ("qwen2", lambda writer: None, "has GGUF architecture 'qwen2', which is not supported"),
+        ("gemma2", lambda writer: None, "has GGUF architecture 'gemma2', which is not supported"),
         ("llama", lambda writer: writer.add_expert_count(8), "mixtures of experts are not supported"),
         ("llama", lambda writer: writer.add_uint16("split.count", 3), "the GGUF is split into several files"),
         ("llama", lambda writer: None, "llama.embedding_length is missing"),
@@ -327,7 +443,8 @@ def test_smollm2_weights_equal_transformers_bit_for_bit(smollm2: Path, reference
 @torch.inference_mode()
 def test_smollm2_logits_equal_transformers(smollm2: Path, reference: Any) -> None:
     ids = [(37 * i * i + 11 * i + 5) % 49152 for i in range(64)]
-    ours = load(smollm2)(whole_sequences([ids]), ContiguousAttention())
+    model = load(smollm2)
+    ours = model(whole_sequences([ids]), ContiguousAttention(model.config))
     theirs = reference(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-3)
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))

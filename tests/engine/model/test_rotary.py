@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import LLAMA3, quiet
+from tiny_models import LLAMA3, longrope, quiet
 
-from configs.model import ModelConfig, RopeConfig
+from configs.model import ModelConfig
+from configs.model_rope import RopeConfig
 from engine.model.layers.rotary import RotaryEmbedding, inverse_frequencies
 
 HEAD_DIM, MAX_POSITION = 64, 4096
@@ -35,6 +36,7 @@ KINDS = {
         "mscale_all_dim": 1.2,
     },
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "longrope": longrope(HEAD_DIM // 2) | {"rope_theta": 10000.0, "original_max_position_embeddings": 1024},
 }
 
 
@@ -65,7 +67,7 @@ def test_tables_equal_transformers(kind: str, tmp_path: Path) -> None:
     frequencies = inverse_frequencies(config.rope, HEAD_DIM, MAX_POSITION, MAX_POSITION)
     assert torch.equal(frequencies, theirs.inv_freq)
     assert config.rope.attention_factor == pytest.approx(theirs.attention_scaling)
-    ours = RotaryEmbedding(config, MAX_POSITION)
+    ours = RotaryEmbedding(config.rope, HEAD_DIM, MAX_POSITION, MAX_POSITION)
     torch.testing.assert_close(ours.cos, cos[0, :, : HEAD_DIM // 2], rtol=0, atol=2e-7)
     torch.testing.assert_close(ours.sin, sin[0, :, : HEAD_DIM // 2], rtol=0, atol=2e-7)
     assert ours.cos.dtype == ours.sin.dtype == torch.float32
@@ -80,6 +82,14 @@ def test_dynamic_is_plain_up_to_the_window_of_training() -> None:
     assert (stretched[1:] < expected[1:]).all()
 
 
+def test_longrope_changes_its_divisors_beyond_the_first_window(tmp_path: Path) -> None:
+    rope = config_with(tmp_path, KINDS["longrope"]).rope
+    plain = inverse_frequencies(RopeConfig("none", rope.theta), HEAD_DIM, MAX_POSITION, MAX_POSITION)
+    for window, divisors in ((1024, rope.divisors), (1025, rope.long_divisors)):
+        frequencies = inverse_frequencies(rope, HEAD_DIM, MAX_POSITION, window)
+        torch.testing.assert_close(frequencies, plain / torch.tensor(divisors), rtol=1e-6, atol=0)
+
+
 def test_divisors_are_llama3_scaling_as_gguf_carries_it(tmp_path: Path) -> None:
     llama3 = config_with(tmp_path, KINDS["llama3"]).rope
     plain = inverse_frequencies(RopeConfig("none", llama3.theta), HEAD_DIM, MAX_POSITION, MAX_POSITION)
@@ -92,5 +102,5 @@ def test_divisors_are_llama3_scaling_as_gguf_carries_it(tmp_path: Path) -> None:
 
 
 def test_table_has_one_row_a_position_of_the_window(tmp_path: Path) -> None:
-    tables = RotaryEmbedding(config_with(tmp_path, KINDS["none"]), 100)
+    tables = RotaryEmbedding(config_with(tmp_path, KINDS["none"]).rope, HEAD_DIM, MAX_POSITION, 100)
     assert tables.cos.shape == tables.sin.shape == (100, HEAD_DIM // 2)

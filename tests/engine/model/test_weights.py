@@ -8,7 +8,7 @@ import pytest
 import torch
 from contiguous_attention import ContiguousAttention, whole_sequences
 from safetensors.torch import load_file, save_file
-from tiny_models import VARIANTS, TinyLlama, build, load_reference
+from tiny_models import VARIANTS, TinyModel, build, load_reference
 
 from configs.model import ModelConfig
 from engine.errors import StartupError
@@ -26,7 +26,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
 
 @torch.inference_mode()
 def logits_of(model: CausalLM) -> torch.Tensor:
-    return model(whole_sequences([SEQUENCE]), ContiguousAttention())
+    return model(whole_sequences([SEQUENCE]), ContiguousAttention(model.config))
 
 
 def refusal(folder: Path) -> str:
@@ -45,13 +45,13 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> N
 
 # ------------------------------------------------------------------ what loads
 def test_sharded_checkpoint_equals_the_single_file(tmp_path: Path) -> None:
-    single, sharded = build(tmp_path / "a"), build(tmp_path / "b", TinyLlama(max_shard_size="60KB"))
+    single, sharded = build(tmp_path / "a"), build(tmp_path / "b", TinyModel(max_shard_size="60KB"))
     assert len(list(sharded.glob("*.safetensors"))) > 2 and (sharded / INDEX).exists()
     assert torch.equal(logits_of(load(single)), logits_of(load(sharded)))
 
 
 def test_shards_without_an_index(tmp_path: Path) -> None:
-    folder = build(tmp_path, TinyLlama(max_shard_size="60KB"))
+    folder = build(tmp_path, TinyModel(max_shard_size="60KB"))
     expected = logits_of(load(folder))
     (folder / INDEX).unlink()
     assert torch.equal(logits_of(load(folder)), expected)
@@ -59,7 +59,7 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
 def test_stored_dtype_is_converted(stored: str, tmp_path: Path) -> None:
-    folder = build(tmp_path, TinyLlama(dtype=stored))
+    folder = build(tmp_path, TinyModel(dtype=stored))
     with torch.inference_mode():
         theirs = load_reference(folder)(torch.tensor([SEQUENCE])).logits[0]
     torch.testing.assert_close(logits_of(load(folder)), theirs, rtol=1e-4, atol=1e-4)
@@ -202,14 +202,14 @@ def test_no_weights(tmp_path: Path) -> None:
 
 
 def test_missing_shard(tmp_path: Path) -> None:
-    folder = build(tmp_path, TinyLlama(max_shard_size="60KB"))
+    folder = build(tmp_path, TinyModel(max_shard_size="60KB"))
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.unlink()
     assert f"lacks {shard.name}, named in {INDEX}" in refusal(folder)
 
 
 def test_index_that_names_a_weight_its_file_lacks(tmp_path: Path) -> None:
-    folder = build(tmp_path, TinyLlama(max_shard_size="60KB"))
+    folder = build(tmp_path, TinyModel(max_shard_size="60KB"))
     index = json.loads((folder / INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
     index["weight_map"][Q] = files[-1] if index["weight_map"][Q] != files[-1] else files[0]

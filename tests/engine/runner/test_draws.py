@@ -54,7 +54,7 @@ def test_draws_are_a_true_sample(name, vary):
             number = start + slot
             params = SamplingParams(seed=number if vary == "seed" else 99, **CASES[name])
             index = number if vary == "index" else 0
-            sampler.columns.admit(NewRow(slot, "r", [1], 1, params, index, [], 0))
+            sampler.columns.admit(NewRow(slot, "r", [1], 1, params, index, [[]], 0))
             rows.lengths[slot] = number if vary == "position" else 1
         tokens = sampler.sample(logits.expand(batch, -1), np.arange(batch)).token_ids
         counts += np.bincount(tokens, minlength=vocab_size)
@@ -133,7 +133,7 @@ def test_without_a_seed_requests_differ_and_a_resumed_one_goes_on_as_before():
     sampler = sampler_for([first, other], [0, 1])
     both = sampler.sample(logits.expand(2, -1), np.array([0, 1])).token_ids
     assert both[0] != both[1]
-    again = NewRow(7, "one", [1, 2, 3], 2, SamplingParams(), 0, [], 0)
+    again = NewRow(7, "one", [1, 2, 3], 2, SamplingParams(), 0, [[]], 0)
     sampler.columns.release(0)
     sampler.rows.admit(again, 4000)
     sampler.columns.admit(again)

@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 import torch
 
-from configs.kv import KVFormat, KVSpec
+from configs.kv import KVFormat, KVLayout
 from configs.limits import SchedulerLimits
 from configs.model import ModelConfig
 from engine.messages import NewRow, RowResult, StepPlan, TokenLogprobs
@@ -63,7 +63,7 @@ class Driver:
         self.running: dict[int, Sequence] = {}
         self.new: list[NewRow] = []
         self.freed: list[int] = []
-        self.copies: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int, int]] = []
         self.steps = 0
 
     def enter(self, sequence: Sequence, slot: int, computed: int = 0, blocks: tuple[int, ...] = ()) -> None:
@@ -77,7 +77,7 @@ class Driver:
                 num_prompt_tokens=sequence.num_prompt,
                 params=sequence.params,
                 index=0,
-                block_ids=list(blocks),
+                block_ids=[list(blocks)],
                 num_computed=computed,
             )
         )
@@ -90,8 +90,8 @@ class Driver:
         sequence.slot, sequence.blocks, sequence.computed = -1, [], 0
 
     def copy_of(self, block: int) -> int:
-        self.copies.append((block, self.free.pop()))
-        return self.copies[-1][1]
+        self.copies.append((0, block, self.free.pop()))
+        return self.copies[-1][2]
 
     def plan(self, counts: dict[int, int], in_flight: int = 0) -> StepPlan:
         """counts: slot -> tokens; `in_flight`: tokens each sequence will still get from an unfinished step."""
@@ -104,7 +104,7 @@ class Driver:
             if missing > 0:
                 added = [self.free.pop() for _ in range(missing)]
                 sequence.blocks += added
-                new_blocks.append((slot, added))
+                new_blocks.append((slot, [added]))
             samples.append(sequence.computed == len(sequence.token_ids) + in_flight)
         plan = StepPlan(
             step=self.steps,
@@ -174,9 +174,9 @@ def make(models):
     config, by_dtype = models
 
     def build(dtype=torch.float32, block_size=16, model=None, **driver) -> Driver:
-        spec = KVSpec(config.kv_layers(DTYPES[dtype]), block_size)
+        layout = KVLayout.of(config.kv_layers(DTYPES[dtype]), block_size)
         limits = SchedulerLimits(NUM_SLOTS, 160, WINDOW)
-        runner = ModelRunner(model or by_dtype[dtype], config, spec, NUM_BLOCKS, limits)
+        runner = ModelRunner(model or by_dtype[dtype], config, layout, [NUM_BLOCKS], limits)
         return Driver(SingleExecutor(runner, (tiny_models.EOS,)), **driver)
 
     return build
@@ -256,7 +256,8 @@ def test_a_copy_is_made_before_anything_of_the_step_is_written(make):
     driver.enter(overwriting, 0, blocks=(source, driver.free.pop()))
     driver.enter(second, 1, computed=33, blocks=(driver.free.pop(), driver.free.pop(), driver.copy_of(source)))
     # The first two blocks of the fork are computed anew elsewhere, so copy them as well from the first sequence.
-    driver.copies += list(zip(driver.executor.rows.block_table[0, :2].tolist(), second.blocks[:2], strict=True))
+    first_two = driver.executor.rows.block_tables[0, 0, :2].tolist()
+    driver.copies += [(0, source, copy) for source, copy in zip(first_two, second.blocks[:2], strict=True)]
     driver.step({0: len(overwriting.token_ids), 1: 1})
     driver.run(WINDOW, 12)
     assert same(second, reference)
@@ -284,7 +285,7 @@ def test_stale_memory_changes_no_bit(make):
     """Whatever a block held before, NaN too, is never seen."""
     reference = solo(make())
     driver = make()
-    driver.executor.runner.pool.fill_(255)  # every number a NaN
+    driver.executor.runner.pools[0].fill_(255)  # every number a NaN
     assert same(solo(driver, chunk=3), reference)
 
 
@@ -355,12 +356,15 @@ class Poisoned(torch.nn.Module):
         super().__init__()
         self.model, self.token, self.broken = model, token, False
 
-    def forward(self, batch, attention):
+    def hidden(self, batch, attention):
         if self.broken:
             raise RuntimeError("broken")
-        logits = self.model(batch, attention)
-        logits[batch.input_ids[batch.logit_rows] == self.token] = float("nan")
-        return logits
+        hidden = self.model.hidden(batch, attention)
+        hidden[batch.input_ids[batch.logit_rows] == self.token] = float("nan")
+        return hidden
+
+    def logits(self, hidden):
+        return self.model.logits(hidden)
 
 
 def test_a15_non_finite_logits_end_their_sequence_only(make, models):
@@ -422,7 +426,7 @@ def test_warm_up_leaves_nothing_behind(make, block_size):
     driver = make(block_size=block_size)
     executor = driver.executor
     executor.warm_up()
-    assert not executor.runner.pool.any() and not executor.rows.lengths.any() and not executor.rows.faults
+    assert not executor.runner.pools[0].any() and not executor.rows.lengths.any() and not executor.rows.faults
     assert executor.sampler.columns.plain.all()
     assert same(solo(driver), solo(make()))
 
@@ -430,11 +434,11 @@ def test_warm_up_leaves_nothing_behind(make, block_size):
 @pytest.mark.parametrize("window", [2, 3, 4])
 def test_warm_up_fits_a_pool_of_one_block(models, window):
     config, by_dtype = models
-    spec = KVSpec(config.kv_layers(KVFormat.FP32), 4)
-    runner = ModelRunner(by_dtype[torch.float32], config, spec, 1, SchedulerLimits(8, 4, window))
+    layout = KVLayout.of(config.kv_layers(KVFormat.FP32), 4)
+    runner = ModelRunner(by_dtype[torch.float32], config, layout, [1], SchedulerLimits(8, 4, window))
     executor = SingleExecutor(runner, ())
     executor.warm_up()
-    assert not executor.runner.pool.any()
+    assert not executor.runner.pools[0].any()
 
 
 def test_shutdown_is_safe_twice(make):

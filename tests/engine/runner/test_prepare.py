@@ -31,7 +31,8 @@ def plan_of(slots, num_tokens, samples) -> StepPlan:
 def worlds(draw):
     """Rows in random slots and a plan over some of them, decode rows first."""
     block_size = draw(st.sampled_from([2, 8, 16, 32]))
-    rows = RequestRows(NUM_SLOTS, WINDOW, block_size)
+    num_groups = draw(st.sampled_from([1, 1, 2, 3]))
+    rows = RequestRows(NUM_SLOTS, WINDOW, block_size, num_groups)
     sequences = {}
     decode_only = draw(st.booleans())
     for slot in draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, unique=True)):
@@ -40,9 +41,11 @@ def worlds(draw):
         num_tokens = 1 if decode_only else draw(st.integers(1, length - computed))
         num_blocks = -(-(computed + num_tokens) // block_size)
         ids = draw(st.lists(st.integers(0, VOCAB - 1), min_size=length, max_size=length))
-        blocks = draw(st.lists(st.integers(0, 2**31 // 32 - 1), min_size=num_blocks, max_size=num_blocks))
-        rows.admit(NewRow(slot, f"r{slot}", ids, 1, SamplingParams(), 0, blocks[:1], computed), VOCAB)
-        rows.append_blocks(slot, blocks[1:])
+        one_group = st.lists(st.integers(0, 2**31 // 32 - 1), min_size=num_blocks, max_size=num_blocks)
+        blocks = [draw(one_group) for _ in range(num_groups)]
+        first, others = [group[:1] for group in blocks], [group[1:] for group in blocks]
+        rows.admit(NewRow(slot, f"r{slot}", ids, 1, SamplingParams(), 0, first, computed), VOCAB)
+        rows.append_blocks(slot, others)
         sequences[slot] = (ids, blocks, computed, num_tokens)
     slots = sorted(sequences, key=lambda slot: sequences[slot][3] != 1)
     samples = draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
@@ -50,13 +53,16 @@ def worlds(draw):
 
 
 def check(batch, rows: RequestRows, sequences, plan: StepPlan) -> None:
-    ids, positions, mapping, starts, lens, logit_rows = [], [], [], [0], [], []
+    ids, positions, starts, lens, logit_rows = [], [], [0], [], []
+    mappings: list[list[int]] = [[] for _ in rows.block_tables]
     for slot, samples in zip(plan.slots, plan.samples, strict=True):
         tokens, blocks, computed, num_tokens = sequences[slot]
         for position in range(computed, computed + num_tokens):
             ids.append(tokens[position])
             positions.append(position)
-            mapping.append(blocks[position // rows.block_size] * rows.block_size + position % rows.block_size)
+            index, offset = divmod(position, rows.block_size)
+            for mapping, group in zip(mappings, blocks, strict=True):
+                mapping.append(group[index] * rows.block_size + offset)
         starts.append(len(ids))
         lens.append(computed + num_tokens)
         if samples:
@@ -64,18 +70,20 @@ def check(batch, rows: RequestRows, sequences, plan: StepPlan) -> None:
     for tensor, expected, dtype in (
         (batch.input_ids, ids, torch.int64),
         (batch.positions, positions, torch.int64),
-        (batch.slot_mapping, mapping, torch.int64),
+        *((found, mapping, torch.int64) for found, mapping in zip(batch.slot_mapping, mappings, strict=True)),
         (batch.query_start, starts, torch.int32),
         (batch.seq_lens, lens, torch.int32),
         (batch.logit_rows, logit_rows, torch.int64),
     ):
         assert tensor.dtype == dtype and tensor.is_contiguous()
         assert tensor.tolist() == expected
-    assert batch.block_tables.dtype == torch.int32 and batch.block_tables.is_contiguous()
-    for table, slot in zip(batch.block_tables.tolist(), plan.slots, strict=True):
-        _, blocks, computed, num_tokens = sequences[slot]
-        used = -(-(computed + num_tokens) // rows.block_size)
-        assert table[:used] == blocks[:used]
+    assert len(batch.block_tables) == len(rows.block_tables)
+    for group, tables in enumerate(batch.block_tables):
+        assert tables.dtype == torch.int32 and tables.is_contiguous()
+        for table, slot in zip(tables.tolist(), plan.slots, strict=True):
+            _, blocks, computed, num_tokens = sequences[slot]
+            used = -(-(computed + num_tokens) // rows.block_size)
+            assert table[:used] == blocks[group][:used]
 
 
 @settings(max_examples=200, deadline=None)
@@ -100,22 +108,22 @@ def test_buffers_hold_nothing_of_earlier_steps(data):
 
 def test_a_slot_is_reused_without_traces():
     rows = RequestRows(2, 16, 2)
-    rows.admit(NewRow(1, "a", [9] * 16, 16, SamplingParams(), 0, list(range(8)), 15), VOCAB)
+    rows.admit(NewRow(1, "a", [9] * 16, 16, SamplingParams(), 0, [list(range(8))], 15), VOCAB)
     rows.release(1)
     rows.release(1)
     assert rows.lengths[1] == rows.num_blocks[1] == 0
-    rows.admit(NewRow(1, "b", [4, 5, 6], 2, SamplingParams(), 0, [7], 1), VOCAB)
-    rows.append_blocks(1, [3])
+    rows.admit(NewRow(1, "b", [4, 5, 6], 2, SamplingParams(), 0, [[7]], 1), VOCAB)
+    rows.append_blocks(1, [[3]])
     rows.append_tokens(np.array([1]), np.array([8]))
     assert rows.token_ids[1, : rows.lengths[1]].tolist() == [4, 5, 6, 8]
-    assert rows.block_table[1, : rows.num_blocks[1]].tolist() == [7, 3]
+    assert rows.block_tables[0, 1, : rows.num_blocks[1]].tolist() == [7, 3]
     assert rows.num_prompt[1] == 2 and rows.num_computed[1] == 1
 
 
 def test_a08_a_token_id_outside_the_vocabulary_is_a_fault_of_its_row():
     rows = RequestRows(2, 16, 2)
     for bad in (VOCAB, -1, 2**40):
-        rows.admit(NewRow(0, "a", [1, bad, 2], 3, SamplingParams(), 0, [5], 0), VOCAB)
+        rows.admit(NewRow(0, "a", [1, bad, 2], 3, SamplingParams(), 0, [[5]], 0), VOCAB)
         assert str(bad) in rows.faults[0] and rows.token_ids[0, :3].tolist() == [1, 0, 2]
-    rows.admit(NewRow(0, "b", [1], 1, SamplingParams(), 0, [5], 0), VOCAB)
+    rows.admit(NewRow(0, "b", [1], 1, SamplingParams(), 0, [[5]], 0), VOCAB)
     assert not rows.faults

@@ -7,7 +7,8 @@ import pytest
 from fakes import make_request, prompt
 
 from engine.core.kv.block import RootKey
-from engine.core.kv.manager import KVManager, Match
+from engine.core.kv.manager import KVManager
+from engine.core.kv.match import Match
 from engine.request import Request
 
 SIZE = 4
@@ -30,7 +31,7 @@ def step(kv: KVManager, finish: bool = True) -> Iterator[int]:
 
 def admit(kv: KVManager, request: Request, number: int, end: int | None = None) -> int:
     """Plans a request's first row up to `end`. Returns the tokens found."""
-    match = kv.fitting_match(request, reserved=0)
+    match = kv.fitting_match(request)
     assert match is not None
     end = len(request.token_ids) if end is None else end
     kv.admit(request, match, end)
@@ -92,8 +93,10 @@ def test_a_diverging_prompt_hits_up_to_the_divergence(kv: KVManager):
 def test_matching_changes_nothing(kv: KVManager):
     play(kv, prompt(10))
     order = [block.id for block in _lru(kv)]
-    kv.fitting_match(make_request(prompt(10)), reserved=0)
-    kv.fitting_match(make_request(prompt(10)), reserved=15)
+    kv.fitting_match(make_request(prompt(10)))
+    kv.num_reserved = [15]
+    kv.fitting_match(make_request(prompt(10)))
+    kv.num_reserved = [0]
     assert [block.id for block in _lru(kv)] == order
     kv.check()
 
@@ -124,7 +127,7 @@ def test_whole_blocks_are_shared_and_the_rest_is_copied(kv: KVManager):
         assert admit(kv, second, number) == 9
         copies = kv.seal_step(0)
     assert second.block_ids[:2] == first.block_ids[:2] and second.block_ids[2] != first.block_ids[2]
-    assert copies == [(first.block_ids[2], second.block_ids[2])]
+    assert copies == [(0, first.block_ids[2], second.block_ids[2])]
     assert kv.pool.num_shared == 2 and kv.copies_total == 1
     confirm(kv, second, number)
     kv.check()
@@ -164,7 +167,7 @@ def test_a_copys_source_survives_the_step_that_copies_it():
     request = make_request([*prompt(2), *prompt(10, 500)], "long")  # 3 blocks and one for generation
     with step(kv) as number:
         assert admit(kv, request, number) == 2
-        ((copied, target),) = kv.seal_step(0)
+        ((_, copied, target),) = kv.seal_step(0)
     assert copied not in request.block_ids and target == request.block_ids[0]
     assert kv.evictions_total.total() == 0
     kv.check()
@@ -273,7 +276,7 @@ def test_eviction_takes_the_longest_idle_tail_first(kv: KVManager):
 def test_blocks_in_use_are_never_evicted(kv: KVManager):
     held = play(kv, prompt(40), "held", free=False)
     request = make_request(prompt(40, 500), "big")
-    assert kv.fitting_match(request, reserved=0) is None
+    assert kv.fitting_match(request) is None
     assert all(kv.pool.blocks[block].ref_count == 1 for block in held.block_ids)
 
 
@@ -284,10 +287,10 @@ def test_blocks_of_an_unfinished_step_come_back_when_it_ends(kv: KVManager):
         kv.seal_step(0)
     kv.free(request)
     kv.check()
-    assert kv.num_available == 13 and kv.awaits_release
+    assert kv.num_available == 13 and kv.awaits_release(request)
     kv.close_step(number)
     kv.check()
-    assert kv.num_available == 16 and not kv.awaits_release
+    assert kv.num_available == 16 and not kv.awaits_release(request)
 
 
 def test_a_failed_request_leaves_nothing_of_its_own_behind(kv: KVManager):

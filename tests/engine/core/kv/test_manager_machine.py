@@ -1,10 +1,11 @@
 """The KV manager under random use, against memory that remembers what was written where.
 
 Each slot of `memory` holds the whole context (root and tokens) it was written for. Whatever the manager shares, copies,
-evicts or hands out again, every table must read back its own sequence, and every node of the tree what it claims.
+evicts or hands out again, every table must read back its own sequence, and every node of the tree what it claims. In
+windowed groups that goes for what rows can see, and for extents that are there; what is free forgets its contents.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,13 +19,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.core.kv.block import Block, RootKey
+from configs.kv import WindowPages
+from engine.core.kv.block import NO_EXTENT, Block, RootKey
 from engine.core.kv.manager import KVManager
 from engine.messages import AddRequest
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 MAX_TOKENS = 40
+MAX_CHUNK = 9
 
 Context = tuple[RootKey, tuple[int, ...]]
 
@@ -34,10 +37,10 @@ class Step:
     number: int
     rows: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, from, to)"""
-    writers: dict[int, Request] = field(default_factory=dict)
-    """Block it writes -> for whom."""
-    held_before: set[int] = field(default_factory=set)
-    """Blocks in use when planning began. Their owners write them behind what a copy takes."""
+    writers: dict[tuple[int, int], Request] = field(default_factory=dict)
+    """(KV group, block) it writes -> for whom."""
+    held_before: set[tuple[int, int]] = field(default_factory=set)
+    """What was in use when planning began. Its owners write it behind what a copy takes."""
 
 
 class KVMachine(RuleBasedStateMachine):
@@ -45,10 +48,15 @@ class KVMachine(RuleBasedStateMachine):
         num_blocks=st.integers(3, 24),
         block_size=st.sampled_from([2, 3, 4]),
         caching=st.sampled_from([True, True, False]),
+        windows=st.sampled_from([[], [], [(5, 0)], [(1, 1), (9, 3)], [(16, 12)], [(12, -2)]]),
     )
-    def build(self, num_blocks: int, block_size: int, caching: bool) -> None:
-        self.kv = KVManager(num_blocks, block_size, caching)
-        self.memory: list[list[Context | None]] = [[None] * block_size for _ in range(num_blocks)]
+    def build(self, num_blocks: int, block_size: int, caching: bool, windows: list[tuple[int, int]]) -> None:
+        """`windows`: tokens, and pages beyond the fewest with which a context may be of any length."""
+        pages = [WindowPages.plan(window, 1, block_size, MAX_CHUNK) for window, _ in windows]
+        pages = [replace(one, num_pages=one.max_held + more) for one, (_, more) in zip(pages, windows, strict=True)]
+        self.kv = KVManager(num_blocks, block_size, caching, windows=pages)
+        sizes = [num_blocks, *(one.num_pages for one in pages)]
+        self.memory: list[list[list[Context | None]]] = [[[None] * block_size for _ in range(n)] for n in sizes]
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.unfinished: list[Step] = []
@@ -85,7 +93,7 @@ class KVMachine(RuleBasedStateMachine):
     def plan_step(self, data: st.DataObject, breaks: bool) -> None:
         """Rows for some of the running and admission of some of the waiting; then the step runs, or breaks."""
         step = Step(self.step + 1)
-        step.held_before = {block for request in self.running for block in request.block_ids}
+        step.held_before = {place for request in self.running for place in self.places(request)}
         self.kv.open_step(step.number)
         for request in list(self.running):
             action = data.draw(st.sampled_from(["advance", "advance", "catch up", "rest", "preempt"]))
@@ -94,10 +102,10 @@ class KVMachine(RuleBasedStateMachine):
             elif action != "rest":
                 if action == "catch up" and request.last_step <= self.kv.finished_step:
                     self.kv.extend_match(request)
-                self.advance(step, request, data.draw(st.integers(1, 9)))
+                self.advance(step, request, data.draw(st.integers(1, MAX_CHUNK)))
         for request in list(self.waiting):
             if request.last_step <= self.kv.finished_step and data.draw(st.booleans()):
-                self.admit(step, request, data.draw(st.integers(1, 9)))
+                self.admit(step, request, data.draw(st.integers(1, MAX_CHUNK)))
         copies = self.kv.seal_step(sum(end - start for _, start, end in step.rows))
         if not step.rows:
             assert not copies
@@ -122,6 +130,7 @@ class KVMachine(RuleBasedStateMachine):
             self.kv.publish(request, request.num_confirmed, step.number)
             if data.draw(st.booleans()):
                 self.kv.publish_tail(request, step.number)
+            self.kv.slide(request)
             if request.num_confirmed == len(request.token_ids) < request.max_total - 1:
                 request.token_ids.append(data.draw(st.integers(0, 1)))
 
@@ -137,8 +146,10 @@ class KVMachine(RuleBasedStateMachine):
     # -------------------------------------------------------------- what the scheduler would do
     def admit(self, step: Step, request: Request, chunk: int) -> None:
         available = self.kv.num_available
-        match = self.kv.fitting_match(request, reserved=0)
+        match = self.kv.fitting_match(request)
         assert self.kv.num_available == available
+        if match is None and self.kv.windows:
+            return
         if match is None:
             in_use = sum(block.ref_count > 0 for block in self.kv.match_prefix(request).blocks)
             assert self.kv.footprint(request) - in_use > available
@@ -154,13 +165,17 @@ class KVMachine(RuleBasedStateMachine):
         end = min(request.num_computed + chunk, len(request.token_ids))
         if end == request.num_computed:
             return
-        before, available = list(request.block_ids), self.kv.num_available
+        before, available = list(request.block_ids), self.available
         new = self.kv.try_allocate(request, end)
         if new is None:
-            assert request.block_ids == before and self.kv.num_available == available
-            assert self.kv.blocks_for(end) - len(before) > available
+            assert request.block_ids == before and self.available == available
+            held = [len(before) - start for start in request.window_starts]
+            count = self.kv.blocks_for(end) - len(before)
+            too_much = any(n + count > pool.max_held for n, pool in zip(held, self.kv.windows, strict=True))
+            assert count > min(available) or (too_much and self.kv.awaits_release(request))
             return
-        assert request.block_ids == before + new
+        assert request.block_ids == before + (new[0] if new else [])
+        assert [ids[len(before) :] for ids in self.kv.table_ids(request)] == (new or [[]] * len(self.memory))
         self.add_row(step, request, end)
 
     def add_row(self, step: Step, request: Request, end: int) -> None:
@@ -174,24 +189,25 @@ class KVMachine(RuleBasedStateMachine):
         request.num_preemptions += 1
         self.kv.free(request)
 
-    def execute(self, step: Step, copies: list[tuple[int, int]]) -> None:
-        """Copies, then all rows' writes; then every row reads its whole context."""
+    def execute(self, step: Step, copies: list[tuple[int, int, int]]) -> None:
+        """Copies, then all rows' writes; then every row reads all that it can see."""
         size = self.kv.block_size
         for request, start, end in step.rows:
-            for block in request.block_ids[start // size : (end - 1) // size + 1]:
+            for block in self.places(request, start // size, (end - 1) // size + 1):
                 assert step.writers.setdefault(block, request) is request, "two rows write one block"
                 for other in self.unfinished:
                     assert other.writers.get(block, request) is request, "reused while a step still writes it"
-        sources = {source for source, _ in copies}
-        assert not sources & {destination for _, destination in copies}
+        sources = {(group, source) for group, source, _ in copies}
+        assert not sources & {(group, destination) for group, _, destination in copies}
         assert sources & step.writers.keys() <= step.held_before, "a source was handed out before it was copied"
-        for source, destination in copies:
-            self.memory[destination] = list(self.memory[source])
+        for group, source, destination in copies:
+            self.memory[group][destination] = list(self.memory[group][source])
         for request, start, end in step.rows:
             for position in range(start, end):
-                self.memory[request.block_ids[position // size]][position % size] = context(request, position)
-        for request, _, end in step.rows:
-            self.assert_reads(request, end)
+                for group, block in self.places(request, position // size, position // size + 1):
+                    self.memory[group][block][position % size] = context(request, position)
+        for request, start, end in step.rows:
+            self.assert_reads(request, start, end)
 
     def break_down(self) -> None:
         """The step never runs."""
@@ -210,13 +226,19 @@ class KVMachine(RuleBasedStateMachine):
         for request in self.running:
             for position in range(request.num_computed):
                 filled.add((request.block_ids[position // self.kv.block_size], position % self.kv.block_size))
-        if not self.kv.awaits_release:
+        if not self.kv._leaving:
             assert self.kv.tokens_stored == len(filled)
+
+    @invariant()
+    def what_is_free_is_forgotten(self) -> None:
+        for group, pool in enumerate(self.kv.windows, 1):
+            for extent in pool.free:
+                self.memory[group][extent] = [None] * self.kv.block_size
 
     @invariant()
     def tables_hold_their_sequences(self) -> None:
         for request in self.running:
-            self.assert_reads(request, request.num_computed)
+            self.assert_reads(request, request.num_confirmed, request.num_computed)
 
     @invariant()
     def the_tree_tells_the_truth(self) -> None:
@@ -224,17 +246,38 @@ class KVMachine(RuleBasedStateMachine):
             for same_head in parent.heads.values():
                 for child in same_head:
                     for length in range(1, len(child.tokens) + 1):
-                        assert self.memory[child.id][length - 1] == (key, tokens + child.tokens[:length]), child
+                        for group, block in enumerate([child.id, *child.extents]):
+                            found = (key, tokens + child.tokens[:length])
+                            assert block == NO_EXTENT or self.memory[group][block][length - 1] == found, child
                     walk(child, key, tokens + child.tokens)
 
         for key, root in self.kv.tree.roots.items():
             walk(root, key, ())
 
-    def assert_reads(self, request: Request, end: int) -> None:
-        size = self.kv.block_size
-        for position in range(end):
-            found = self.memory[request.block_ids[position // size]][position % size]
-            assert found == context(request, position), (request.request_id, position)
+    @property
+    def available(self) -> list[int]:
+        """By KV group."""
+        return [self.kv.num_available, *(pool.num_available for pool in self.kv.windows)]
+
+    def places(self, request: Request, start: int = 0, end: int | None = None) -> list[tuple[int, int]]:
+        """(KV group, block) of a part of its table, what has left the windows excepted."""
+        blocks = [self.kv.pool.blocks[block_id] for block_id in request.block_ids]
+        starts = [0, *request.window_starts]
+        return [
+            (group, [block.id, *block.extents][group])
+            for group in range(len(self.memory))
+            for block in blocks[max(start, starts[group]) : end]
+        ]
+
+    def assert_reads(self, request: Request, start: int, end: int) -> None:
+        """Rows from `start` to `end` see what they should."""
+        size, blocks = self.kv.block_size, [self.kv.pool.blocks[block_id] for block_id in request.block_ids]
+        for group, window in enumerate([MAX_TOKENS, *(pool.window for pool in self.kv.windows)]):
+            for position in range(max(0, start - window + 1), end):
+                block = [blocks[position // size].id, *blocks[position // size].extents][group]
+                assert block != NO_EXTENT, (request.request_id, position)
+                found = self.memory[group][block][position % size]
+                assert found == context(request, position), (request.request_id, group, position)
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):
@@ -244,6 +287,7 @@ class KVMachine(RuleBasedStateMachine):
         self.kv.close_step(self.step)
         self.kv.check()
         assert self.kv.pool.num_active == 0 and self.kv.tokens_stored == 0
+        assert all(pool.num_active == 0 for pool in self.kv.windows)
 
 
 def context(request: Request, position: int) -> Context:

@@ -2,7 +2,7 @@ from sys import maxsize
 
 import pytest
 
-from engine.core.kv.block import Block, RootKey
+from engine.core.kv.block import NO_EXTENT, Block, RootKey
 from engine.core.kv.prefix_tree import MAX_EXAMINED, PrefixTree
 
 KEY = RootKey(None, None)
@@ -137,3 +137,13 @@ def test_check_finds_an_open_node_with_children(tree: PrefixTree):
     one.tokens = (1, 2, 3)
     with pytest.raises(AssertionError, match="open and has children"):
         tree.check()
+
+
+def test_what_lacks_an_extent_is_no_partial_match(tree: PrefixTree):
+    whole, lacking = Block(0, 2), Block(1, 2)
+    whole.extents = [3, 4]
+    lacking.extents = [3, NO_EXTENT]
+    root = tree.root(KEY)
+    tree.insert(root, whole, (1, 2))
+    tree.insert(root, lacking, (1, 2, 3))
+    assert tree.best_partial(root, (1, 2, 3), before=1) == (whole, 2)

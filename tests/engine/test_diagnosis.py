@@ -1,0 +1,114 @@
+"""The doctor's facts, found on this machine."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny_models
+import torch
+
+from configs.settings import Settings
+from configs.version import VERSION
+from engine import diagnosis
+from engine.diagnosis import Diagnosis, diagnose, hub, kernels, machine, model, self_test, versions
+from engine.errors import StartupError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.build(tmp_path_factory.mktemp("looked-at") / "tiny")
+
+
+def test_machine() -> None:
+    facts = machine()
+    assert f"{psutil.cpu_count()} logical" in facts["cores"] and facts["memory"].endswith(" to use")
+    if not torch.cuda.is_available():
+        assert facts["GPU"].startswith("none that torch sees (")
+
+
+def test_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "CGROUP", tmp_path)
+    assert "container memory" not in machine()
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    facts = machine()
+    assert (facts["container memory"], facts["container processors"]) == ("1.00 GiB", "1.5")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert "container memory" not in machine()
+
+
+def test_versions() -> None:
+    found = versions()
+    assert found["octavo"] == VERSION and found["torch"] == torch.__version__ and found["compiler"]
+
+
+def test_every_op_has_a_kernel_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[str] = []
+    rows = kernels(Settings(dtype="float32"), problems)
+    assert {"paged_attention", "store_kv", "pack_linear", "rms_norm", "rotary"} <= rows.keys()
+    assert rows["number format"] == "float32" and not problems
+    if "C++ AMX" not in rows["pack_linear"]:
+        assert "AMX" in rows["pack_linear"], "it says why not"
+    monkeypatch.setattr(diagnosis.library, "load", lambda: None)
+    monkeypatch.setattr(diagnosis.library, "refusal", lambda: "no C++ compiler; install g++")
+    kernels(Settings(dtype="float32"), problems)
+    assert problems == ["There are no native kernels, so answers come slowly: no C++ compiler; install g++."]
+
+
+def test_the_kv_cache_that_would_be_chosen(tiny: Path) -> None:
+    rows = model(Settings(model=str(tiny), num_gpu_blocks_override=64, dtype="float32"))
+    assert rows["KV cache"].startswith("64 pages of 16 tokens = 1024 tokens")
+    assert rows["decided by"] == "--num-gpu-blocks-override 64" and rows["longest sequence"] == "512 tokens"
+    rows = model(Settings(model=str(tiny), num_gpu_blocks_override=4))
+    assert "holds 64 tokens" in rows["note"]
+
+
+def test_a_model_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert model(Settings()) == {"model": "the default model is not on this machine yet; octavo serve fetches it"}
+    words = "some/model is not on this machine yet; octavo serve fetches it"
+    assert model(Settings(model="some/model")) == {"model": words}
+    with pytest.raises(StartupError, match="there is no such file"):
+        model(Settings(model="/nowhere/x.gguf"))
+
+
+def test_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert "not there yet" in hub()["cache"] and hub()["token"] == "there is one"
+    assert "hf_secret" not in str(hub())
+
+
+def test_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "SHAPES", ((96, 64), (64, 96)))
+    problems: list[str] = []
+    rows = self_test(Settings(dtype="float32"), problems)
+    took = rows.pop("took")
+    assert rows == {"linear 64 to 96, float32": "exact", "linear 96 to 64, float32": "exact"} and not problems
+    assert "left out" not in took
+    assert "2 shapes were left out" in self_test(Settings(dtype="float32"), problems, seconds=-1.0)["took"]
+
+
+def test_the_self_test_tells_of_inexact_and_of_wrong_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "SHAPES", ((96, 64),))
+    problems: list[str] = []
+    with monkeypatch.context() as inexact:
+        inexact.setattr(diagnosis, "probe", lambda packed, dtype: "other bits for 1 of 40 rows computed alone")
+        self_test(Settings(dtype="float32"), problems)
+    [said] = problems
+    assert "linear 64 to 96, float32: not exact: other bits for 1 of 40 rows computed alone" in said
+    right = diagnosis.ops.linear
+    monkeypatch.setattr(diagnosis.ops, "linear", lambda x, packed: right(x, packed) * 1.01)
+    rows = self_test(Settings(dtype="float32"), problems)
+    assert rows["linear 64 to 96, float32"].startswith("WRONG: off by 0.01") and len(problems) == 2
+
+
+def test_what_is_wrong_hides_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "SHAPES", ((96, 64),))
+    monkeypatch.setattr(diagnosis, "versions", lambda: 1 // 0)
+    found = diagnose(Settings(model="/nowhere/x.gguf", num_threads=1))
+    assert "--model: /nowhere/x.gguf: there is no such file" in found.problems[1]
+    assert found.problems[0] == "versions: ZeroDivisionError: integer division or modulo by zero. Please report this."
+    assert list(found.sections) == ["machine", "kernels", "Hugging Face Hub", "self-test"]
+    assert isinstance(found, Diagnosis)

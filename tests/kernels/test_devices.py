@@ -1,0 +1,90 @@
+"""What serves tensors that are not on the CPU: the reference, which never asks where they are."""
+
+import pytest
+import torch
+from paged import make_paged
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from kernels import ops, reference
+from kernels.registry import candidates, choose
+
+OPS = [candidate.op for candidate in reference.CANDIDATES]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+class OnlyWhereTheyAre(TorchFunctionMode):
+    """Refuses what is made without a tensor that says on which device, and ways from a tensor to the CPU's memory."""
+
+    LEAVING = ("cpu", "numpy", "data_ptr", "__array__", "pin_memory")
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        assert func.__name__ not in self.LEAVING, func
+        given = [*args, *(kwargs or {}).values()]
+        given += [item for each in given if isinstance(each, list | tuple) for item in each]
+        made = isinstance(result, torch.Tensor) and not any(isinstance(each, torch.Tensor) for each in given)
+        assert not made, f"{func} made a tensor on a device that nobody named"
+        return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_cuda_gets_the_reference_and_each_cpu_kernel_says_why_not(op, dtype):
+    choice = choose(op, "cuda", dtype)
+    assert choice.name == reference.NAME
+    assert dict(choice.refused) == {
+        candidate.name: "runs on the CPU, not on cuda" for candidate in candidates(op) if candidate.name != choice.name
+    }
+    assert choice.refused
+
+
+def test_the_check_refuses_new_tensors_and_ways_to_the_cpu():
+    x = torch.ones(3)
+    with OnlyWhereTheyAre():
+        x.new_zeros(2).add_(x[:2]), torch.empty_like(x), torch.cat([x, x])  # all of these say where
+        for broken in (lambda: torch.arange(3), lambda: torch.tensor([1.0]), x.numpy, x.cpu):
+            with pytest.raises(AssertionError):
+                broken()
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_ops_make_nothing_elsewhere(window):
+    paged = make_paged([40, 21])
+    starts, lengths = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([40, 21], dtype=torch.int32)
+    q, slots = torch.cat([paged.q[0][-3:], paged.q[1][-1:]]), torch.tensor([5, -1, 3])
+    angles, positions, x, norm = (
+        torch.ones(9, 32),
+        torch.tensor([0, 1, 2, 8]),
+        torch.ones(2, 384).bfloat16(),
+        torch.ones(384),
+    )
+    with OnlyWhereTheyAre():
+        reference.paged_attention(q, paged.pages(), paged.tables, starts, lengths, paged.scale, window)
+        reference.store_kv(paged.k[0][:3], paged.v[0][:3], paged.pages(), slots)
+        reference.copy_blocks(paged.pool, [(0, 1)])
+        reference.rotary(q, q, positions, angles, angles)
+        reference.add_rms_norm(x, x, norm, 1e-6)
+        reference.pack_linear(q.flatten(1), None, "gelu_tanh")(reference.rms_norm(x, norm, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_a_device_give_rows_of_that_device(dtype):
+    """Without the device itself: shapes, dtypes and devices are worked out, and mixtures of devices refused."""
+    with FakeTensorMode():
+        x, weight = (torch.empty(size, 16, dtype=dtype, device="cuda") for size in (5, 32))
+        norm, wide = torch.empty(16, dtype=dtype, device="cuda"), torch.empty(16, device="cuda")
+        heads, head_norm = x.view(5, 2, 8), torch.empty(8, device="cuda")
+        outputs = [
+            reference.rms_norm(x, norm, 1e-6),
+            reference.rms_norm(heads, head_norm, 1e-6),
+            reference.add_rms_norm(x, x, wide, 1e-6),
+            *(reference.gate_mul(x, gate) for gate in ops.GATES),
+            *(reference.pack_linear(weight, None, gate)(x) for gate in (None, *ops.GATES)),
+        ]
+        assert all(out.device.type == "cuda" and out.dtype is dtype for out in outputs)
+        assert [tuple(out.shape) for out in outputs] == [
+            (5, 16), (5, 2, 8), (5, 16), (5, 8), (5, 8), (5, 32), (5, 16), (5, 16),
+        ]  # fmt: skip
+        with pytest.raises(RuntimeError, match="same device"):
+            reference.rms_norm(x, torch.empty(16, dtype=dtype), 1e-6)
