@@ -74,7 +74,13 @@ def _answer_head(app: FastAPI) -> None:
     """HEAD on every route that takes GET, as HTTP asks (RFC 9110, section 9.1); FastAPI leaves it out."""
     for route in (route for router in ROUTERS for route in router.routes):
         if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
-            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+            app.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                dependencies=route.dependencies,  # who may not GET may not HEAD
+                include_in_schema=False,
+            )
 
 
 def serve(settings: Settings) -> int:

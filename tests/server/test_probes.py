@@ -25,7 +25,7 @@ GETTABLE = sorted(
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer({"s1": b"ABCDEF", "long": endless}) as server:
+    with ScriptedServer({"s1": b"ABCDEF", "long": endless}, admin_api_key="admin") as server:
         yield server
 
 
@@ -38,7 +38,8 @@ def test_the_list_of_routes_is_the_apps(server: ScriptedServer) -> None:
 
 @pytest.mark.parametrize("path", GETTABLE)
 def test_head_answers_as_get_without_a_body(server: ScriptedServer, path: str) -> None:
-    head, get = server.http.head(path), server.http.get(path)
+    admin = {"authorization": "Bearer admin"}
+    head, get = server.http.head(path, headers=admin), server.http.get(path, headers=admin)
     assert head.status_code == get.status_code == 200 and not head.content and get.content
     for name in ("content-type", "cache-control", "content-security-policy"):
         assert head.headers.get(name) == get.headers.get(name), name

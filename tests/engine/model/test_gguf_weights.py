@@ -396,7 +396,7 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_gguf(folder / "m.gguf", build(folder / "hf"), Kind.Q4_0, extra=extra).read_bytes()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(places=st.lists(st.tuples(st.integers(4, 2500), st.integers(0, 255)), min_size=1, max_size=3))
 def test_damaged_header_is_read_or_refused(
     places: list[tuple[int, int]], header: bytes, tmp_path_factory: pytest.TempPathFactory
