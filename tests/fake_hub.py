@@ -13,7 +13,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -153,7 +152,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if breaks:
             self.wfile.write(data[: breaks.pop(0)])
             self.wfile.flush()
-            time.sleep(0.2)  # so that the bytes arrive before the end does
             self.close_connection = True
             if repository and repository.resets:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
