@@ -1,7 +1,8 @@
 import pytest
+from fakes import make_request
 
 from engine.core.outputs import failure, take_row
-from engine.messages import AddRequest, RowResult, TokenLogprobs
+from engine.messages import AddRequest, PromptScores, RowResult, TokenLogprobs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
@@ -10,7 +11,7 @@ EOS = 9
 
 def sequence(max_total: int = 100, **params: object) -> Request:
     add = AddRequest(request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(**params), arrival=1.0)
-    request = Request(add, 1, max_total, frozenset({EOS}))
+    request = Request(add, (0.0, 1), max_total, frozenset({EOS}))
     request.cached_tokens = 1
     return request
 
@@ -81,3 +82,13 @@ def test_failure_is_the_last_output():
     output = failure(sequence(), "no more", 3.0)
     assert (output.finish_reason, output.error, output.token_ids) == ("error", "no more", [])
     assert output.timings is not None and output.timings.finished == 3.0
+
+
+def test_no_score_is_brought_twice():
+    """After a preemption whose pages were evicted, rows that had been scored are computed again."""
+    request = make_request(list(range(11)), params=SamplingParams(max_tokens=0, prompt_logprobs=0))
+    every = [TokenLogprobs(-float(place), 1, [], []) for place in range(1, 11)]
+    assert take_row(request, None, PromptScores(1, every[:4]), 0.0).prompt_logprobs == every[:4]
+    assert take_row(request, None, PromptScores(1, every[:2]), 0.0).prompt_logprobs == []
+    assert take_row(request, None, PromptScores(3, every[2:9]), 0.0).prompt_logprobs == every[4:9]
+    assert request.num_scored == 9 and request.wants_scores
