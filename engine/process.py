@@ -121,7 +121,7 @@ class EngineServer:
                 message = self._decoder.decode(self._inbox.recv(zmq.NOBLOCK))
             except zmq.Again:
                 break
-            changed = True
+            changed = changed or not isinstance(message, KVReportQuery)  # to look changes no gauge
             match message:
                 case AddRequest():
                     self._received += 1
