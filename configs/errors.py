@@ -12,3 +12,8 @@ class StartupError(OctavoError):
 
 class SettingsError(StartupError):
     """A setting is unknown, has an impossible value or asks for more than there is. The sentence names the setting."""
+
+
+def reason_of(error: BaseException) -> str:
+    """What somebody else's error says, as the end of a sentence of ours: on one line, without a full stop."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.errors import StartupError
+from configs.errors import StartupError, reason_of
 
 GGUFScalar = int | float | bool | str
 GGUFValue = GGUFScalar | list["GGUFValue"]
@@ -51,7 +51,7 @@ class GGUFFile:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
                 metadata, tensors = _Reader(buffer, path).head()
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise StartupError(f"--model: {path} cannot be read as GGUF: {error}.") from None
+            raise StartupError(f"--model: {path} cannot be read as GGUF: {reason_of(error)}.") from None
         except (struct.error, IndexError, OverflowError, MemoryError, RecursionError):
             words = "is damaged or incomplete: its header ends early; fetch it again"
             raise StartupError(f"--model: {path} {words}.") from None

@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from configs.errors import SettingsError
+from configs.errors import SettingsError, reason_of
 from configs.settings import SECRET_FIELDS, Settings, did_you_mean, extra, flag
 from configs.version import VERSION
 
@@ -255,7 +255,7 @@ def _read_yaml(path: Path) -> _Source:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SettingsError(f"--config {path} is not valid YAML{line}: {error.problem}.") from None
     except (yaml.YAMLError, ValueError) as error:  # control characters; impossible dates
-        raise SettingsError(f"--config {path} is not valid YAML: {error}.".replace("\n", " ")) from None
+        raise SettingsError(f"--config {path} is not valid YAML: {reason_of(error)}.") from None
     return _read_keys(pairs, path)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.errors import StartupError
+from configs.errors import StartupError, reason_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def read_json(path: Path) -> Fields:
     except FileNotFoundError:
         raise StartupError(f"--model: {path.parent} holds no {path.name}, so it is not a model folder.") from None
     except (OSError, ValueError) as error:
-        raise StartupError(f"--model: {path} cannot be read as JSON: {error}.") from None
+        raise StartupError(f"--model: {path} cannot be read as JSON: {reason_of(error)}.") from None
     if not isinstance(values, dict):
         raise StartupError(f"--model: {path} must hold a JSON object, got {type(values).__name__}.")
     return Fields(str(path), values)

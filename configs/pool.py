@@ -8,8 +8,12 @@ what all sequences together can hold, and as much again for cached prefixes; nor
 its pages. So bytes are shared out page by page until the windowed groups have enough; the rest is group 0's. Where all
 layers have windows the group with the largest takes its place (--num-gpu-blocks-override then counts its pages), and
 group 0's blocks, without bytes, are as many as give the sequences that fit their whole length.
+
+On a GPU a step's own memory is set aside first (`step_bytes`), and without any flag the pools take a stated share of
+what is free: nobody else wants it.
 """
 
+import math
 from dataclasses import dataclass
 
 from configs.errors import SettingsError
@@ -22,6 +26,14 @@ AUTO_BYTES = 4 * 1024**3
 """Without any flag: the largest pools, so that a laptop stays usable."""
 MAX_NAMES = 2**17
 """Blocks without bytes, beyond what the groups with bytes and one sequence need."""
+GPU_SHARE = 0.9
+"""Without any flag, on a GPU: the part of the free memory that weights, a step's work and the pools may take."""
+MAX_GPU_PAGES = 2**20
+"""Without any flag, on a GPU: the most pages. Main memory keeps books of each; only a toy's pages are so small."""
+SCORES_BYTES = 4 * 2**26
+"""Attention scores in fp32 and what is made of them at a time (`kernels.reference.attention.SCORES`)."""
+LIBRARY_BYTES = 2**28
+"""Work space of a GPU's libraries, and what its allocator cannot use for being in pieces."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +61,58 @@ class PoolPlan:
         return self.num_pages[0]
 
 
+def step_bytes(settings: Settings, layout: KVLayout, *, window: int, vocab_size: int, num_parameters: int) -> int:
+    """Memory that the largest step takes on a GPU beside weights and pools: an estimate from above.
+
+    Logits of every sequence, in the model's format and in fp32. Activations of every token, as 16 fp32 numbers for each
+    row of a square matrix with as many numbers as a layer (the widest things in a layer are a few times that wide). One
+    sequence's whole context, K and V, gathered and widened: 12 bytes a number. Attention scores; libraries.
+    """
+    tokens = max(settings.max_num_batched_tokens, settings.max_num_seqs)
+    logits = settings.max_num_seqs * vocab_size * 8
+    activations = tokens * 64 * math.isqrt(num_parameters // max(1, layout.num_layers))
+    widest = max((layer.kv_heads * layer.head_dim for group in layout.groups for layer in group.spec.layers), default=0)
+    return logits + activations + 2 * window * widest * 12 + SCORES_BYTES + LIBRARY_BYTES
+
+
 def resolve_num_blocks(
-    settings: Settings, layout: KVLayout, *, window: int, available_bytes: int, weight_bytes: int
+    settings: Settings,
+    layout: KVLayout,
+    *,
+    window: int,
+    available_bytes: int,
+    weight_bytes: int,
+    work_bytes: int = 0,
+    default_share: float | None = None,
 ) -> PoolPlan:
     """Sizes the KV pools: --num-gpu-blocks-override, else --kv-cache-memory-bytes, else --gpu-memory-utilization, else
-    the default.
+    the default: `default_share` in place of the last, or a part of main memory if it is None.
 
     `window`: tokens that the model and --max-model-len allow (`ModelConfig.effective_window`); `available_bytes`:
-    memory that was free before the weights were loaded; `weight_bytes`: what they take of it.
+    memory that was free before the weights were loaded; `weight_bytes`, `work_bytes`: what they and a step take of it.
     Pools smaller than the window lower the window, with a note. Raises `SettingsError`, which names the flag to
     change, if the weights do not fit, if a stated size does not fit, or if there is no room for a single page.
     """
-    room = available_bytes - weight_bytes
+    taken, taker = weight_bytes + work_bytes, "the weights"
+    cure = "free memory or give a smaller --model"
+    if work_bytes:
+        taker += f" and the {_human(work_bytes)} of a step"
+        cure += ", --max-model-len, --max-num-seqs or --max-num-batched-tokens"
+    room = available_bytes - taken
     if room < layout.block_bytes:
         raise SettingsError(
-            f"the weights take {_human(weight_bytes)} of the {_human(available_bytes)} of memory that are available, "
-            f"which leaves no room for a KV cache: free memory or give a smaller --model."
+            f"{taker} take {_human(taken)} of the {_human(available_bytes)} of memory that are available, "
+            f"which leaves no room for a KV cache: {cure}."
         )
-    num_pages, lever, reason = _choose(settings, _Sizes(settings, layout, window), available_bytes, weight_bytes)
+    num_pages, lever, reason = _choose(
+        settings, _Sizes(settings, layout, window), available_bytes, taken, default_share
+    )
     size = _bytes(layout, num_pages)
     if min(num_pages) < 1:
         raise SettingsError(f"{reason} is less than one KV page ({_human(layout.block_bytes)}): raise {lever}.")
     if size > room:
         raise SettingsError(
-            f"{reason} asks for a KV cache of {_human(size)}, but the weights leave {_human(room)} of memory: "
+            f"{reason} asks for a KV cache of {_human(size)}, but {taker} leave {_human(room)} of memory: "
             f"lower {lever}."
         )
     block_size, step = layout.block_size, settings.max_num_batched_tokens
@@ -149,7 +189,7 @@ class _Sizes:
 
 
 def _choose(
-    settings: Settings, sizes: _Sizes, available_bytes: int, weight_bytes: int
+    settings: Settings, sizes: _Sizes, available_bytes: int, taken: int, default_share: float | None
 ) -> tuple[tuple[int, ...], str, str]:
     """(pages of each group, the flag to change if that is wrong, what decided in words)"""
     if settings.num_gpu_blocks_override is not None:
@@ -158,12 +198,16 @@ def _choose(
     if settings.kv_cache_memory_bytes is not None:
         size = settings.kv_cache_memory_bytes
         return sizes.for_bytes(size), "--kv-cache-memory-bytes", f"--kv-cache-memory-bytes {_human(size)}"
-    share = settings.gpu_memory_utilization
+    share = settings.gpu_memory_utilization or default_share
     if share is not None:
-        left = max(0, int(available_bytes * share) - weight_bytes)
+        left = max(0, int(available_bytes * share) - taken)
+        num_pages = sizes.for_bytes(left)
+        if settings.gpu_memory_utilization is None and max(num_pages) > MAX_GPU_PAGES:
+            pages = f"the default limit of {MAX_GPU_PAGES} pages"
+            return sizes.for_blocks(MAX_GPU_PAGES), "--num-gpu-blocks-override", pages
         reason = f"--gpu-memory-utilization {share:g} ({_human(left)} beside the weights)"
-        return sizes.for_bytes(left), "--gpu-memory-utilization", reason
-    half = int((available_bytes - weight_bytes) * AUTO_SHARE)
+        return num_pages, "--gpu-memory-utilization", reason
+    half = int((available_bytes - taken) * AUTO_SHARE)
     options = [
         (sizes.for_blocks(sizes.all_sequences), f"--max-num-seqs {settings.max_num_seqs} full windows"),
         (sizes.for_bytes(AUTO_BYTES), f"the default limit of {_human(AUTO_BYTES)}"),

@@ -158,12 +158,19 @@ class Settings(BaseModel):
         "A Hub id or a local folder whose tokenizer and chat template are used in place of the model's.",
         ("auto", "the model's own"),
     )
-    dtype: Literal["auto", "bfloat16", "float32"] = _setting(
+    trust_remote_code: bool = _setting(
+        False,
+        "Model",
+        "BOOL",
+        "Run Python code that comes with the model, where the library transformers has none for it. That code can do "
+        "whatever you can: only for authors you trust.",
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _setting(
         "auto",
         "Model",
         "",
-        "Number format of weights and KV cache.",
-        ("auto", "bfloat16 where the processor computes in it, else float32"),
+        "Number format of weights and KV cache; float16 on GPUs only.",
+        ("auto", "bfloat16 where the device computes in it, else float32, or float16 on a GPU that is fast in it"),
     )
     max_model_len: WindowSize = _setting(
         None,
@@ -190,12 +197,12 @@ class Settings(BaseModel):
         None,
         "KV cache",
         "FRACTION",
-        "Share of the memory available at start that weights and KV cache may take together (on a CPU: of main "
-        "memory).",
+        "Share of the memory available at start that weights and KV cache may take together; a step's work too, "
+        "on a GPU. On a CPU: of main memory.",
         (
             "auto",
-            "the KV cache takes half of what the weights leave, at most 4 GiB and no more than --max-num-seqs full "
-            "windows can use",
+            "0.9 on a GPU; on a CPU the KV cache takes half of what the weights leave, at most 4 GiB and no more than "
+            "--max-num-seqs full windows can use",
         ),
         gt=0.0,
         le=1.0,
@@ -344,11 +351,18 @@ class Settings(BaseModel):
     )
 
     # ---------------------------------------------------------------- machine
+    device: Literal["auto", "cpu", "cuda"] = _setting(
+        "auto",
+        "Machine",
+        "",
+        "What computes. cuda: the first GPU that CUDA_VISIBLE_DEVICES leaves visible.",
+        ("auto", "a GPU where there is one, else the CPU"),
+    )
     num_threads: int | None = _setting(
         None,
         "Machine",
         "N",
-        "Threads that compute.",
+        "Threads that compute; on a GPU those that sample.",
         ("auto", "one for each physical core that Octavo may use"),
         ge=1,
         le=4096,

@@ -86,3 +86,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    """With the exports that have not been used yet: for completion in an interpreter."""
+    return sorted({*globals(), *_EXPORTS})

@@ -1,51 +1,40 @@
 """Joins the parts of an engine: settings and a model on disk become an `EngineCore` that runs."""
 
 import logging
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-import torch
-
-from configs.kv import KVFormat, KVLayout
+from configs.kv import KVLayout
 from configs.limits import SchedulerLimits
-from configs.model import DType, ModelConfig
-from configs.pool import PoolPlan, resolve_num_blocks
+from configs.model import SizedConfig
+from configs.pool import GPU_SHARE, PoolPlan, resolve_num_blocks, step_bytes
 from configs.settings import Settings
 from engine.core.kv.manager import KVManager
 from engine.core.loop import EngineCore
 from engine.core.scheduler import Scheduler
-from engine.errors import StartupError
+from engine.device import Device
 from engine.messages import CacheInfo, EngineLoading, EngineReady, Launch
-from engine.model.base import CausalLM
 from engine.model.layers.linear import Linear
-from engine.model.registry import load_model
+from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
+from engine.runner import company
 from engine.runner.executor import SingleExecutor
 from engine.runner.model_runner import ModelRunner
-from kernels.cpu.exactness import inexact
+from kernels.cpu.exactness import ON_A_GPU, inexact
 from kernels.cpu.exactness import report as report_exactness
 from kernels.registry import choose
-from kernels.threads import num_threads, set_threads
 
 logger = logging.getLogger("octavo.engine")
-
-DTYPES: dict[DType, tuple[torch.dtype, KVFormat]] = {
-    "bfloat16": (torch.bfloat16, KVFormat.BF16),
-    "float32": (torch.float32, KVFormat.FP32),
-}
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple[EngineCore, EngineReady]:
     """Loads the model, allocates the pool, warms up. Raises `StartupError`, which names the flag to change."""
     settings = Settings.create(launch.settings)
     path = Path(launch.path)
-    config = ModelConfig.from_source(path)
-    dtype, kv_format = DTYPES[dtype_for(settings)]
-    set_threads(settings.num_threads or usable_cores())
-    layout, plan = plan_pool(settings, config)
+    config = read_config(path, settings.trust_remote_code)
+    device = Device.find(settings)
+    device.prepare()
+    layout, plan = plan_pool(settings, config, device)
     for note in plan.notes:
         logger.warning(note)
     limits = SchedulerLimits(
@@ -53,12 +42,21 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     )
 
     report(EngineLoading("loading weights"))
-    model = load_model(
-        path, config, dtype, plan.max_model_len, lambda fraction: report(EngineLoading("loading weights", fraction))
-    )
+    with device.enough_memory("the weights"):
+        model = load_model(
+            path,
+            config,
+            device.dtype,
+            plan.max_model_len,
+            lambda fraction: report(EngineLoading("loading weights", fraction)),
+            device.place,
+        )
+    device.trim()
     report(EngineLoading("warming up", 1.0))
-    executor = SingleExecutor(ModelRunner(model, config, layout, plan.num_pages, limits), launch.eos_token_ids)
-    executor.warm_up()
+    runner = ModelRunner(model, config, layout, plan.num_pages, limits, device.place)
+    executor = SingleExecutor(runner, launch.eos_token_ids)
+    with device.enough_memory("a step"):
+        executor.warm_up(largest=device.is_gpu)
     kv = KVManager(plan.num_blocks, settings.block_size, settings.enable_prefix_caching, windows=plan.windows)
     scheduler = Scheduler(limits, kv, launch.eos_token_ids)
     cache = CacheInfo(
@@ -66,77 +64,46 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
         block_size=settings.block_size,
         bytes_per_block=layout.block_bytes,
         bytes_per_token=layout.bytes_per_token,
-        dtype=kv_format.value,
+        dtype=device.kv_format.value,
         max_model_len=plan.max_model_len,
         enable_prefix_caching=settings.enable_prefix_caching,
         pool_bytes=plan.pool_bytes,
     )
     core = EngineCore(scheduler, executor, NoGrammar(), cache)
-    summary = _summary(launch.name, config, dtype, plan, layout)
+    summary = _summary(launch.name, config, device, plan, layout)
     summary["prefix cache"] = "on" if settings.enable_prefix_caching else "off"
-    summary["answers"] = _exactness(model, dtype)
+    summary["answers"] = _exactness(runner, device)
     return core, EngineReady(cache, summary, config.vocab_size)
 
 
-def plan_pool(settings: Settings, config: ModelConfig) -> tuple[KVLayout, PoolPlan]:
+def plan_pool(settings: Settings, config: SizedConfig, device: Device) -> tuple[KVLayout, PoolPlan]:
     """What a page holds and how many there will be. Raises `SettingsError`, which names the flag to change."""
-    dtype_name = dtype_for(settings)
     window = config.effective_window(settings.max_model_len)
-    layout = KVLayout.of(config.kv_layers(DTYPES[dtype_name][1]), settings.block_size, window)
+    layout = KVLayout.of(config.kv_layers(device.kv_format), settings.block_size, window)
+    work = 0
+    if device.is_gpu:
+        sizes = {"vocab_size": config.vocab_size, "num_parameters": config.num_parameters}
+        work = step_bytes(settings, layout, window=window, **sizes)
     plan = resolve_num_blocks(
         settings,
         layout,
         window=window,
-        available_bytes=available_memory(),
-        weight_bytes=config.weight_bytes(dtype_name),
+        available_bytes=device.free_bytes,
+        weight_bytes=config.weight_bytes(device.dtype_name),
+        work_bytes=work,
+        default_share=GPU_SHARE if device.is_gpu else None,
     )
     return layout, plan
 
 
-def available_memory() -> int:
-    """Bytes this process may still take: what the system has, or what its container allows if that is less."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # no container, or cgroups of the first version
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
-
-
-def dtype_for(settings: Settings) -> DType:
-    """bfloat16 where the processor computes in it; 'auto' otherwise falls back to float32."""
-    supported = torch.cpu._is_avx512_bf16_supported()
-    if settings.dtype == "bfloat16" and not supported:
-        raise StartupError(
-            f"--dtype bfloat16: this {platform.machine()} processor does not compute in it; use --dtype float32."
-        )
-    if settings.dtype == "auto":
-        return "bfloat16" if supported else "float32"
-    return settings.dtype
-
-
-def usable_cores() -> int:
-    """Cores this process may use: physical ones, since two threads of one core share its arithmetic units, and no more
-    than its container's quota pays for."""
-    usable = len(psutil.Process().cpu_affinity() or [0])
-    usable = min(usable, psutil.cpu_count(logical=False) or usable)
-    try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        usable = min(usable, int(quota) // int(period))
-    except (OSError, ValueError):  # no container, no quota ("max"), or cgroups of the first version
-        pass
-    return max(1, usable)
-
-
-def _summary(name: str, config: ModelConfig, dtype: torch.dtype, plan: PoolPlan, layout: KVLayout) -> dict[str, str]:
+def _summary(name: str, config: SizedConfig, device: Device, plan: PoolPlan, layout: KVLayout) -> dict[str, str]:
     """The start-up block's lines, in order."""
     return {
         "model": f"{name} ({config.architecture}, {config.num_parameters / 1e6:.0f} million parameters)",
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": f"CPU, {num_threads()} thread" + "s" * (num_threads() > 1),
-        "attention": _kernel("paged_attention", dtype),
-        "linear": _kernel("pack_linear", dtype),
+        "dtype": device.dtype_name + (f" ({device.dtype_note})" if device.dtype_note else ""),
+        "device": device.words,
+        "attention": _kernel("paged_attention", device),
+        "linear": _kernel("pack_linear", device),
         "KV pool": _pools(plan, layout),
         "fits": f"{plan.full_sequences:.1f} requests of the full {plan.max_model_len} tokens",
     }
@@ -157,9 +124,9 @@ def _pools(plan: PoolPlan, layout: KVLayout) -> str:
     return f"{' and '.join(parts)}, {plan.pool_bytes / 2**30:.2f} GiB ({plan.decided_by})"
 
 
-def _kernel(op: str, dtype: torch.dtype) -> str:
+def _kernel(op: str, device: Device) -> str:
     """What serves an op, and why what would have been preferred does not."""
-    choice = choose(op, "cpu", dtype)
+    choice = choose(op, device.place.type, device.dtype)
     better: dict[str, list[str]] = {}
     for name, reason in choice.refused:
         if not reason.endswith("is preferred"):
@@ -168,10 +135,15 @@ def _kernel(op: str, dtype: torch.dtype) -> str:
     return f"{choice.name} (not {refusals})" if refusals else choice.name
 
 
-def _exactness(model: CausalLM, dtype: torch.dtype) -> str:
-    """Whether this machine's linear layers give a row the same bits alone and in company: asked, not assumed."""
-    layers = {name: module.packed for name, module in model.named_modules() if isinstance(module, Linear)}
-    failures = inexact(layers, dtype)
+def _exactness(runner: ModelRunner, device: Device) -> str:
+    """Whether this machine gives a row the same bits alone and in company: asked, not assumed. Of the linear layers one
+    by one, then of the whole model."""
+    if device.is_gpu:
+        return ON_A_GPU
+    layers = {name: module.packed for name, module in runner.model.named_modules() if isinstance(module, Linear)}
+    failures = inexact(layers, device.dtype)
+    if not failures and company.matters(runner):
+        failures = {"the model": "other bits beside others than alone"}
     if failures:
         logger.warning("Answers %s.", report_exactness(failures))
     return report_exactness(failures)

@@ -43,7 +43,7 @@ from engine.ports import NoObserver, Observer
 from engine.request_stream import RequestStream, Sequence
 from engine.sampling_params import SamplingParams
 from engine.served_model import ServedModel
-from engine.supervisor import ChildProcess
+from engine.supervisor import STOP_SECONDS, ChildProcess
 from engine.text.chat_template import ChatRenderer
 from engine.text.output_processor import OutputProcessor
 from engine.text.stop_strings import StopStrings
@@ -172,13 +172,13 @@ class EngineClient:
             message = f"The server is shutting down and the drain time of {timeout:g} s has run out."
             stream.fail(NotReady(message, "draining"))
 
-    async def close(self) -> None:
-        """Ends the engine and the sockets."""
+    async def close(self, patience: float = STOP_SECONDS) -> None:
+        """Ends the engine, by force when it has not gone after `patience` seconds, and the sockets."""
         if self.phase != "dead":
             self._send(Shutdown())
             self._die("the server has shut down", NotReady("The server has shut down.", "draining"))
         if self._child is not None:
-            await self._child.stop()
+            await self._child.stop(patience)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from configs.errors import OctavoError as OctavoError
 from configs.errors import StartupError as StartupError
+from configs.errors import reason_of as reason_of
 
 MAX_NAMED = 5
 """Fields that one message names besides the first."""

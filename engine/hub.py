@@ -2,7 +2,8 @@
 
 Requests, cache, tokens, retries and mirrors (HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE) are the business of the
 library huggingface_hub. A broken connection is taken up where it broke; files that are complete are never fetched
-again. Only files that Octavo reads are fetched, never pickles, which can run code when they are read.
+again. Only files that Octavo reads are fetched, never pickles, which can run code when they are read;
+Python files only where they are asked for.
 """
 
 import errno
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import StartupError
+from engine.errors import StartupError, reason_of
 
 Progress = Callable[[str, float], None]
 """Gets what is going on, in words, and the fraction of it that is done."""
@@ -58,6 +59,8 @@ class Wanted:
     """A GGUF file of the repository; None: the model in its own format, or the only GGUF file."""
     with_tokenizer: bool = True
     """False: the tokenizer comes from elsewhere."""
+    with_code: bool = False
+    """The model's own Python files too."""
 
     @classmethod
     def parse(cls, name: str, **options: Any) -> "Wanted | None":
@@ -129,7 +132,8 @@ def _needed(names: Iterable[str], wanted: Wanted) -> list[str]:
             raise NotFetched(
                 f"it has no {TOKENIZER_FILES[0]}; name a repository or folder that has this model's with --tokenizer"
             )
-        return [name for name in top if name in (*TOKENIZER_FILES, INDEX)] + weights
+        code = [name for name in top if wanted.with_code and name.endswith(".py")]
+        return [name for name in top if name in (*TOKENIZER_FILES, INDEX)] + code + weights
     if len(ggufs) == 1:
         return [_whole(ggufs[0])]
     if ggufs:
@@ -330,8 +334,7 @@ def _words(error: Exception, wanted: Wanted) -> str:
         return f"the disk with {constants.HF_HUB_CACHE} is full: make room, or set HF_HOME to a folder on a larger one"
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         return f"{error.filename} cannot be written: {error.strerror}"
-    said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return f"the Hub at {constants.ENDPOINT} cannot be reached ({said})"
+    return f"the Hub at {constants.ENDPOINT} cannot be reached ({reason_of(error)})"
 
 
 def _status(error: Exception) -> int | None:

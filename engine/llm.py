@@ -1,12 +1,14 @@
 """Octavo without HTTP: the same core, driven from one thread."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from configs.settings import Settings
 from engine.admission import Envelope, admit
 from engine.build import build_core
+from engine.core.loop import EngineCore
 from engine.errors import RequestFailed
 from engine.messages import FinishReason, TextDelta, TokenLogprobs, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -44,10 +46,12 @@ class RequestOutput:
 class LLM:
     """A model in this process.
 
-        llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct", dtype="float32")
-        print(llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text)
+        with LLM("HuggingFaceTB/SmolLM2-135M-Instruct", dtype="float32") as llm:
+            params = SamplingParams(temperature=0, max_tokens=8)
+            print(llm.generate("The capital of France is", params)[0].outputs[0].text)
 
-    `settings` are the server's flags with underscores (see `octavo serve --help`). Raises `StartupError`.
+    `settings` are the server's flags with underscores (see `octavo serve --help`). Raises `StartupError`. Without
+    `with`, `shutdown` or the last reference's end frees the memory.
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
@@ -55,8 +59,15 @@ class LLM:
         source = resolve(resolved)
         served = ServedModel.load(source, resolved)
         self.tokenizer, self.chat_renderer = served.tokenizer, served.chat
-        self._core, self.info = build_core(served.launch(source, resolved), lambda loading: None)
+        self._built: EngineCore | None
+        self._built, self.info = build_core(served.launch(source, resolved), lambda loading: None)
         self._next_id = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -85,8 +96,17 @@ class LLM:
         return self._core.events(limit, None)
 
     def shutdown(self) -> None:
-        """Frees the model and the pool. Safe to call twice."""
-        self._core.shutdown()
+        """Frees the model and the pool: nothing can be generated afterwards. Safe to call twice."""
+        if self._built is not None:
+            self._built.shutdown()
+            self._built = None
+            gc.collect()
+
+    @property
+    def _core(self) -> EngineCore:
+        if self._built is None:
+            raise RuntimeError("this LLM has been shut down")
+        return self._built
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -94,6 +114,7 @@ class LLM:
         return None, list(prompt)
 
     def _run(self, prompts: list[tuple[str | None, list[int]]], params: list[SamplingParams]) -> list[RequestOutput]:
+        core = self._core
         results: list[RequestOutput] = []
         waiting: dict[str, tuple[OutputProcessor, RequestOutput]] = {}
         requests = []
@@ -107,12 +128,12 @@ class LLM:
                 waiting[request.request_id] = (processor, result)
         try:
             for request in requests:
-                self._core.add(request)
+                core.add(request)
             while waiting:
-                for output in self._core.step():
+                for output in core.step():
                     self._take(output, waiting)
         finally:
-            self._core.abort(list(waiting), "abort")
+            core.abort(list(waiting), "abort")
         return results
 
     def _take(self, output: TokenOutput, waiting: dict[str, tuple[OutputProcessor, RequestOutput]]) -> None:

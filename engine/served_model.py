@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from configs.model import ModelConfig
 from configs.settings import SECRET_FIELDS, Settings
+from configs.supported import read_model
 from engine.errors import StartupError
 from engine.messages import Launch
 from engine.source import ModelSource
@@ -30,7 +30,7 @@ class ServedModel:
     @classmethod
     def load(cls, source: ModelSource, settings: Settings) -> "ServedModel":
         """Raises `StartupError` for an unreadable tokenizer, template or configuration."""
-        config = ModelConfig.from_source(source.path)
+        config = read_model(source.path)
         tokenizer = Tokenizer.load(source)
         if source.tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
             raise StartupError(

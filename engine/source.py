@@ -18,9 +18,11 @@ import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from configs.decoder import DecoderConfig
 from configs.gguf_file import MAGIC, GGUFFile
-from configs.model import ModelConfig
 from configs.settings import Settings
+from configs.supported import read_model
+from engine.child import command
 from engine.errors import StartupError
 from engine.hub import NotFetched, Progress, Wanted, cached_model, fetch_model, fetch_tokenizer, refusal
 
@@ -145,7 +147,12 @@ def _look_here(settings: Settings) -> ModelSource | Wanted | None:
         if revision is not None:
             raise StartupError(f"--revision is about a model from the Hub, and --model {model} is on this machine.")
         return local
-    wanted = Wanted.parse(model, revision=revision, with_tokenizer=settings.tokenizer is None)
+    wanted = Wanted.parse(
+        model,
+        revision=revision,
+        with_tokenizer=settings.tokenizer is None,
+        with_code=settings.trust_remote_code,
+    )
     assert wanted is not None  # `_on_this_machine` has refused what is no id
     return wanted
 
@@ -168,7 +175,17 @@ def _resolve_tokenizer(settings: Settings, progress: Progress) -> Path:
 
 def _from_hub(wanted: Wanted, name: str, progress: Progress) -> ModelSource:
     """Raises `NotFetched`, and `StartupError` for an architecture that is not served, before it fetches the weights."""
-    path, was_there = fetch_model(wanted, ModelConfig.from_source, progress)
+
+    def check(folder: Path) -> None:
+        if isinstance(read_model(folder), DecoderConfig):
+            return
+        asked = subprocess.run(
+            command("engine.model.fallback", str(folder), str(int(wanted.with_code))), capture_output=True, text=True
+        )
+        if words := asked.stdout.strip():
+            raise StartupError(words)
+
+    path, was_there = fetch_model(wanted, check, progress)
     return ModelSource(path, name, CACHED if was_there else "Hugging Face Hub")
 
 

@@ -4,20 +4,13 @@ import asyncio
 import contextlib
 import shutil
 import signal
-import sys
 import tempfile
-from pathlib import Path
 
 import msgspec
 
+from engine.child import command
 from engine.messages import Launch
 
-HOME = str(Path(__file__).parent.parent)
-CHILD = (
-    "import runpy, sys; home = sys.argv.pop(1); home in sys.path or sys.path.insert(0, home); "
-    "runpy.run_module('engine.process', run_name='__main__', alter_sys=True)"
-)
-"""`-m engine.process` of this very copy of Octavo: `python -m server` in a checkout may run beside an installed one."""
 STOP_SECONDS = 5.0
 """How long an engine told to shut down may take before it is killed."""
 
@@ -31,9 +24,9 @@ class ChildProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def spawn(self, launch: Launch) -> None:
-        """Inherits no __main__ and no working directory: `-P` keeps a stray configs.py from shadowing ours."""
+        """Inherits no __main__ and no working directory."""
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-c", CHILD, HOME, self.address, stdin=asyncio.subprocess.PIPE
+            *command("engine.process", self.address), stdin=asyncio.subprocess.PIPE
         )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died at once: `wait` tells
@@ -51,11 +44,11 @@ class ChildProcess:
             return f"was ended by signal {-code} ({signal.Signals(-code).name})"
         return f"exited with code {code}"
 
-    async def stop(self) -> None:
+    async def stop(self, patience: float = STOP_SECONDS) -> None:
         """Waits for an engine that was told to go, then kills it; removes the sockets."""
         if self._process is not None and self._process.returncode is None:
             try:
-                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+                await asyncio.wait_for(self._process.wait(), patience)
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch.nn import functional
 
-from configs.model import ModelConfig
+from configs.decoder import DecoderConfig
 from engine.model.interface import ForwardBatch
 
 
@@ -14,7 +14,7 @@ class ContiguousAttention:
 
     name = "contiguous (test)"
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         self.windows = config.layer_windows
 
     def forward(

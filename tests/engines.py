@@ -10,20 +10,22 @@ import torch
 
 from configs.kv import KVFormat, KVLayout, WindowPages
 from configs.limits import SchedulerLimits
-from configs.model import ModelConfig
+from configs.model import SizedConfig
 from engine.core.kv.manager import KVManager
 from engine.core.loop import EngineCore
 from engine.core.scheduler import Scheduler
 from engine.messages import AddRequest, CacheInfo, TokenLogprobs
 from engine.model.base import CausalLM
-from engine.model.registry import load_model
+from engine.model.interface import AttentionBackend, ForwardBatch
+from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
 from engine.runner.executor import SingleExecutor
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from kernels.threads import num_threads, set_threads
 
-FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16}
+FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16, torch.float16: KVFormat.FP16}
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,16 @@ class Loaded:
     """A model in memory. Engines on it share the weights."""
 
     model: CausalLM
-    config: ModelConfig
+    config: SizedConfig
     dtype: torch.dtype
     window: int
+    device: torch.device = CPU
 
     @classmethod
-    def load(cls, path: Path, dtype: torch.dtype, window: int) -> "Loaded":
-        config = ModelConfig.from_source(path)
-        return cls(load_model(path, config, dtype, window, lambda fraction: None), config, dtype, window)
+    def load(cls, path: Path, dtype: torch.dtype, window: int, device: torch.device = CPU) -> "Loaded":
+        config = read_config(path, trust_remote_code=False)
+        model = load_model(path, config, dtype, window, lambda fraction: None, device)
+        return cls(model, config, dtype, window, device)
 
 
 @dataclass
@@ -84,7 +88,8 @@ class Engine:
         kv = KVManager(num_blocks, block_size, prefix_caching, windows=pages)
         window = min(loaded.window, kv.usable_tokens)
         limits = SchedulerLimits(max_num_seqs, chunk, window)
-        self.executor = SingleExecutor(ModelRunner(loaded.model, loaded.config, layout, counts, limits), ())
+        runner = ModelRunner(loaded.model, loaded.config, layout, counts, limits, loaded.device)
+        self.executor = SingleExecutor(runner, ())
         scheduler = Scheduler(limits, kv)
         info = CacheInfo(num_blocks, block_size, layout.block_bytes, layout.bytes_per_token, "", window, prefix_caching)
         self.core = EngineCore(scheduler, self.executor, NoGrammar(), info)
@@ -151,3 +156,18 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         set_threads(before)
+
+
+class Unsteady(CausalLM):
+    """A model whose last bit depends on the number of rows."""
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def hidden(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        return self.model.hidden(batch, attention)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.model.logits(hidden)
+        return torch.nextafter(logits, torch.full_like(logits, torch.inf)) if len(hidden) > 1 else logits

@@ -61,6 +61,11 @@ CLASSES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
 }
 """Configuration and model in transformers."""
 LLAMA3 = {
@@ -71,6 +76,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 WINDOW = {"sliding_window": 24}
+NO_WINDOW = {"sliding_window": None}
 
 
 def longrope(frequencies: int) -> dict[str, Any]:
@@ -110,7 +116,7 @@ VARIANTS: dict[str, TinyModel] = {
     "rope-llama3": TinyModel(rope=LLAMA3),
     "rope-yarn": TinyModel(rope={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}),
     "rope-dynamic": TinyModel(rope={"rope_type": "dynamic", "factor": 4.0}),
-    "mistral": TinyModel(kind="mistral", head_dim=32, extra={"sliding_window": None}),
+    "mistral": TinyModel(kind="mistral", head_dim=32, extra=NO_WINDOW),
     "mistral-window": TinyModel(kind="mistral", extra=WINDOW),
     "qwen2": TinyModel(kind="qwen2", num_kv_heads=1, tied=True),
     "qwen2-window": TinyModel(
@@ -131,6 +137,20 @@ VARIANTS: dict[str, TinyModel] = {
     "gemma3-linear": gemma3({"rope_type": "linear", "factor": 8.0}, head_dim=16),
 }
 """Every shape of the families that are served, by name: what parity tests go over."""
+FALLBACKS: dict[str, TinyModel] = {
+    "gpt2": TinyModel(kind="gpt2", num_kv_heads=4, tied=True),
+    "gpt_neox": TinyModel(kind="gpt_neox", num_kv_heads=4),
+    "olmo2": TinyModel(kind="olmo2"),
+    "cohere2": TinyModel(
+        kind="cohere2",
+        num_layers=3,
+        tied=True,
+        extra={**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "mixtral": TinyModel(kind="mixtral", extra={"num_local_experts": 4, "num_experts_per_tok": 2, **NO_WINDOW}),
+}
+"""Families that no code of ours names. They have: learned positions, transposed weights; parallel blocks with biases, a
+rotation of part of a head; norms behind the blocks and over all heads; windows, layers without positions; experts."""
 FAMILIES = ("gqa", "mistral-window", "qwen2-window", "qwen3", "phi3", "phi3-long", "gemma3")
 """One variant or two of each family, where all of them would take too long."""
 

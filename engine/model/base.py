@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from configs.model import ModelConfig
+from configs.decoder import DecoderConfig
 from engine.model.interface import AttentionBackend, ForwardBatch
 
 
@@ -42,16 +42,7 @@ class Destination:
 
 
 class CausalLM(nn.Module, ABC):
-    """A decoder with a language-model head. Constructed empty; `engine.model.registry.load_model` fills it."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-
-    @property
-    @abstractmethod
-    def weight_map(self) -> Mapping[str, tuple[str, str]]:
-        """Checkpoint name without its part -> (module path, shard). `*` stands for the layer's number on both sides."""
+    """A decoder with a language-model head, as the runner sees it."""
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """Logits [S, vocab_size] of the rows in `batch.logit_rows`, in the model's dtype."""
@@ -64,6 +55,19 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head: [S, hidden_size] -> [S, vocab_size], row by row, in the model's dtype."""
+
+
+class Architecture(CausalLM):
+    """One of ours. Constructed empty; `engine.model.weights.load_weights` fills it."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @property
+    @abstractmethod
+    def weight_map(self) -> Mapping[str, tuple[str, str]]:
+        """Checkpoint name without its part -> (module path, shard). `*` stands for the layer's number on both sides."""
 
     @abstractmethod
     def tie_head(self) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from configs.decoder import DecoderConfig
 from configs.gguf_file import GGUFFile, GGUFTensor
-from configs.model import ModelConfig
 from engine.errors import StartupError
 
 READABLE = (
@@ -63,7 +63,7 @@ class GGUFSource:
     where: str
     shapes: Mapping[str, tuple[int, ...]]
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
+    def __init__(self, path: Path, config: DecoderConfig) -> None:
         self.where = str(path)
         self._config = config
         file = GGUFFile.read(path)

@@ -6,24 +6,54 @@ from pathlib import Path
 
 import torch
 
-from configs.model import FAMILIES, ModelConfig
-from engine.model.base import CausalLM
+from configs.decoder import FAMILIES, DecoderConfig
+from configs.model import SizedConfig
+from configs.supported import read_model
+from engine.model.base import Architecture, CausalLM
 from engine.model.gguf_weights import GGUFSource
 from engine.model.weights import SafetensorsSource, WeightSource, load_weights
+
+CPU = torch.device("cpu")
+
+
+def read_config(path: Path, trust_remote_code: bool) -> SizedConfig:
+    """Every size of the model in `path` (folder or .gguf file). Raises `StartupError` for one that cannot be served.
+
+    trust_remote_code: Python files in the folder may be run, where the library transformers has no such class.
+    """
+    config = read_model(path)
+    if isinstance(config, DecoderConfig):
+        return config
+    from engine.model.fallback.config import read_transformers_config  # imports transformers: seconds
+
+    return read_transformers_config(path, config, trust_remote_code)
 
 
 @torch.no_grad()
 def load_model(
-    path: Path, config: ModelConfig, dtype: torch.dtype, max_model_len: int, progress: Callable[[float], None]
+    path: Path,
+    config: SizedConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    progress: Callable[[float], None],
+    device: torch.device = CPU,
 ) -> CausalLM:
     """The model in `path` (folder of safetensors or .gguf file), in eval mode and without gradients.
 
-    `config` is `ModelConfig.from_source(path)`; `max_model_len` is the effective window, which fixes the rotary tables;
-    `progress` gets the fraction loaded. Raises `StartupError` for weights that are missing, damaged or do not fit.
+    `config` is `read_config`'s; `max_model_len` is the effective window, which fixes the rotary tables; `progress` gets
+    the fraction loaded. Every weight goes to `device` as it is read, and is packed for it there. Raises `StartupError`
+    for weights that are missing, damaged or do not fit.
     """
     window = config.effective_window(max_model_len)
+    if not isinstance(config, DecoderConfig):
+        from engine.model.fallback.config import TransformersConfig
+        from engine.model.fallback.load import load_transformers_model
+
+        assert isinstance(config, TransformersConfig)
+        return load_transformers_model(config, dtype, window, progress, device)
     source: WeightSource = GGUFSource(path, config) if path.is_file() else SafetensorsSource(path)
     module = import_module(f"engine.model.archs.{FAMILIES[config.architecture].module}")
-    model: CausalLM = module.Model(config, dtype, window)
+    with torch.device(device):
+        model: Architecture = module.Model(config, dtype, window)
     load_weights(model, source, progress)
     return model.eval()

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import StartupError
-from engine.model.base import CausalLM, Destination
+from engine.model.base import Architecture, Destination
 
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
@@ -31,7 +31,7 @@ class WeightSource(Protocol):
         """The tensor, in any float dtype; may be a view of the mapped file. Raises `StartupError` if it is damaged."""
 
 
-def load_weights(model: CausalLM, source: WeightSource, progress: Callable[[float], None]) -> None:
+def load_weights(model: Architecture, source: WeightSource, progress: Callable[[float], None]) -> None:
     """Fills every module of `model`; calls `progress` with the fraction of numbers loaded.
 
     Raises `StartupError` naming the weight that is missing, unexpected, of another shape or damaged.
@@ -52,11 +52,11 @@ def load_weights(model: CausalLM, source: WeightSource, progress: Callable[[floa
 
 def _check(destinations: Mapping[str, Destination], source: WeightSource) -> None:
     if missing := [name for name in destinations if name not in source.shapes]:
-        raise StartupError(f"--model: {source.where} lacks {_names(missing)}: it is incomplete or of another kind.")
+        raise StartupError(f"--model: {source.where} lacks {named(missing)}: it is incomplete or of another kind.")
     unexpected = [name for name in source.shapes if name not in destinations and not _ignorable(name)]
     if unexpected:
         raise StartupError(
-            f"--model: {source.where} holds {_names(unexpected)}, which this architecture does not have: the file "
+            f"--model: {source.where} holds {named(unexpected)}, which this architecture does not have: the file "
             f"and the configuration do not belong together."
         )
     for name, destination in destinations.items():
@@ -72,7 +72,7 @@ def _ignorable(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _names(names: list[str]) -> str:
+def named(names: list[str]) -> str:
     more = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more weights" if more > 0 else "")
 
@@ -140,7 +140,7 @@ def _files(folder: Path, index: dict[str, str] | None) -> list[Path]:
         paths = [folder / name for name in sorted(set(index.values()))]
         if absent := [path.name for path in paths if not path.exists()]:
             raise StartupError(
-                f"--model: {folder} lacks {_names(absent)}, named in {INDEX}: the download is incomplete."
+                f"--model: {folder} lacks {named(absent)}, named in {INDEX}: the download is incomplete."
             )
         return paths
     single = folder / "model.safetensors"
@@ -150,7 +150,7 @@ def _files(folder: Path, index: dict[str, str] | None) -> list[Path]:
     others = sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern))
     if others:
         raise StartupError(
-            f"--model: {folder} holds no safetensors, only {_names(others)}: give a folder with *.safetensors, or the "
+            f"--model: {folder} holds no safetensors, only {named(others)}: give a folder with *.safetensors, or the "
             f"path of a .gguf file."
         )
     raise StartupError(f"--model: {folder} holds no weights (*.safetensors).")

@@ -97,15 +97,17 @@ class SingleExecutor:
         """Drops the step in flight. Safe to call twice; memory goes with the last reference to the runner."""
         self._open = None
 
-    def warm_up(self) -> None:
+    def warm_up(self, largest: bool = False) -> None:
         """Runs a prefill-like and a decode-like step, so that the first request finds kernels chosen and memory mapped.
 
-        Call it before any request: it uses the first slots and blocks, and leaves both as they were.
+        largest: with as many sequences and tokens as a step may have, so that a GPU which has no memory for it is found
+        out now. Call it before any request: it uses the first slots and blocks, and leaves both as they were.
         """
         limits, pools, block_size = self.runner.limits, self.runner.pools, self.rows.block_size
         num_pages = min(len(pool) for pool in pools)
-        count = min(limits.max_num_seqs, num_pages, 8)
-        length = min(WARM_UP_TOKENS // count, limits.max_model_len - 2, limits.max_num_batched_tokens // count)
+        sequences, tokens = (limits.max_num_seqs, limits.max_num_batched_tokens) if largest else (8, WARM_UP_TOKENS)
+        count = min(limits.max_num_seqs, num_pages, sequences)
+        length = min(tokens // count, limits.max_model_len - 2, limits.max_num_batched_tokens // count)
         length = max(1, min(length, num_pages // count * block_size - 1))
         blocks = -(-(length + 1) // block_size)
         params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)

@@ -15,9 +15,11 @@ from engine.messages import StepPlan
 from engine.model.base import CausalLM
 from engine.runner.attention.paged import PagedAttention
 from engine.runner.kv_store.plain import PlainStore, allocate_pool
-from engine.runner.prepare import BatchBuilder
+from engine.runner.prepare import BatchBuilder, link_to
 from engine.runner.request_rows import RequestRows
 from kernels import ops
+
+CPU = torch.device("cpu")
 
 
 class ModelRunner:
@@ -30,19 +32,22 @@ class ModelRunner:
         layout: KVLayout,
         num_pages: Sequence[int],
         limits: SchedulerLimits,
+        device: torch.device = CPU,
     ) -> None:
-        """model: an `engine.model.base.CausalLM`, or what has its `hidden` and `logits`; num_pages: of each group.
+        """model: an `engine.model.base.CausalLM`, or what has its `hidden` and `logits`; num_pages: of each group;
+        device: where the model's weights are.
 
         `StartupError` if the pools do not fit.
         """
         self.model, self.config, self.limits = model, config, limits
         self.pools = tuple(
-            allocate_pool(count, group.spec.block_bytes) for count, group in zip(num_pages, layout.groups, strict=True)
+            allocate_pool(count, group.spec.block_bytes, device)
+            for count, group in zip(num_pages, layout.groups, strict=True)
         )
         """uint8 [pages, block_bytes] of each KV group"""
         self.rows = RequestRows(limits.max_num_seqs, limits.max_model_len, layout.block_size, len(self.pools))
         self.attention = PagedAttention(PlainStore(self.pools, layout), layout)
-        self._builder = BatchBuilder(self.rows, limits.max_num_batched_tokens)
+        self._builder = BatchBuilder(self.rows, limits.max_num_batched_tokens, device, link_to(device))
 
     def apply(self, plan: StepPlan) -> None:
         """Freed slots, new rows, new blocks, copies: in this order. Without tiers there are no transfers."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from engine.errors import InvalidRequest, StartupError
+from engine.errors import InvalidRequest, StartupError, reason_of
 from engine.text.chat_messages import Message, TemplateTraits, normalize_messages, plain_json, with_parts
 from engine.text.template_environment import RaisedByTemplate, make_environment
 from engine.text.tokenizer import PIECE, Tokenizer
@@ -57,7 +57,7 @@ class ChatRenderer:
         try:
             self._template = environment.from_string(source or "")
         except TemplateError as error:
-            raise StartupError(f"--chat-template: the chat template is not valid: {error}.") from None
+            raise StartupError(f"--chat-template: the chat template is not valid: {reason_of(error)}.") from None
         self.traits = self._probe(source or "")
 
     # ------------------------------------------------------------------ public

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from configs.gguf_file import GGUFFile
-from engine.errors import StartupError
+from engine.errors import StartupError, reason_of
 from engine.text.tokenizer_files import TokenizerParts
 
 SPACE = "▁"
@@ -112,7 +112,7 @@ def read_gguf(path: Path) -> TokenizerParts:
     except StartupError:
         raise
     except Exception as error:  # wrong types or indices in the file; the tokenizers library raises plain Exception
-        raise StartupError(f"--model {path}: the tokenizer in it cannot be read: {error}.") from None
+        raise StartupError(f"--model {path}: the tokenizer in it cannot be read: {reason_of(error)}.") from None
 
 
 def gguf_end_ids(path: Path) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from engine.errors import StartupError
+from engine.errors import StartupError, reason_of
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens with a role; chat templates see them under these names."""
@@ -37,7 +37,7 @@ def read_folder(folder: Path) -> TokenizerParts:
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
-        raise StartupError(f"--model {folder}: tokenizer.json cannot be read: {error}.") from None
+        raise StartupError(f"--model {folder}: tokenizer.json cannot be read: {reason_of(error)}.") from None
     backend.no_truncation()
     backend.no_padding()
     config = _read_json(folder / "tokenizer_config.json")
@@ -62,7 +62,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise StartupError(f"--model {file.parent}: {file.name} cannot be read: {error}.") from None
+        raise StartupError(f"--model {file.parent}: {file.name} cannot be read: {reason_of(error)}.") from None
     if not isinstance(value, dict):
         raise StartupError(f"--model {file.parent}: {file.name} does not hold a JSON object.")
     return value
@@ -114,7 +114,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise StartupError(f"--model {folder}: {file.name} cannot be read: {error}.") from None
+            raise StartupError(f"--model {folder}: {file.name} cannot be read: {reason_of(error)}.") from None
     template = config.get("chat_template")
     if isinstance(template, list):
         by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

@@ -8,6 +8,9 @@ import torch
 from kernels.ops import PackedLinear, linear
 from kernels.threads import num_threads, set_threads
 
+ON_A_GPU = "may be changed a little by other requests, since rounding differs (not checked on a GPU)"
+"""For the start-up block: libraries choose a kernel by the number of rows there, and nothing here has looked."""
+
 ROWS = 40
 WINDOWS = ((0, 1), (ROWS - 1, ROWS), (7, 9), (3, 6), (20, 25), (1, 17), (5, 22), (0, 33))
 """Rows [start, end) that are computed again by themselves: each way in which kernels treat few rows."""

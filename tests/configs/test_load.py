@@ -21,6 +21,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "served_model_name": ("small", ("small",)),
     "revision": ("refs/pr/1", "refs/pr/1"),
     "tokenizer": ("org/other", "org/other"),
+    "trust_remote_code": ("true", True),
     "dtype": ("float32", "float32"),
     "max_model_len": ("32K", 32768),
     "chat_template": ("file_of_mine.jinja", "file_of_mine.jinja"),
@@ -51,6 +52,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "metrics_compat": ("none", "none"),
     "log_level": ("WARNING", "warning"),
     "log_format": ("json", "json"),
+    "device": ("cpu", "cpu"),
     "num_threads": ("3", 3),
     "watchdog_timeout": ("60", 60.0),
 }
@@ -410,7 +412,7 @@ def test_help_is_grouped_and_shows_every_flag():
         assert str(info.description).split(":")[0].split()[0] in text
     for title in ("Model:", "KV cache:", "Scheduling:", "Queue:", "HTTP:"):
         assert f"\n{title}\n" in text
-    assert "{auto,bfloat16,float32}" in text and "(default: 8000)" in text and "OCTAVO_MAX_MODEL_LEN" in text
+    assert "{auto,bfloat16,float16,float32}" in text and "(default: 8000)" in text and "OCTAVO_MAX_MODEL_LEN" in text
 
 
 @pytest.mark.parametrize("argument", ["--help", "-h", "--version"])

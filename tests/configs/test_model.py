@@ -1,4 +1,4 @@
-"""ModelConfig from config.json and generation_config.json: what is read, and every refusal."""
+"""DecoderConfig from config.json and generation_config.json: what is read, and every refusal."""
 
 import json
 import math
@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import VARIANTS, build, load_reference
 
+from configs.decoder import FAMILIES, DecoderConfig
 from configs.errors import StartupError
 from configs.kv import KVFormat, KVSpec, LayerKV
-from configs.model import FAMILIES, ModelConfig
+from configs.model import ModelConfig
 from configs.model_rope import RopeConfig
+from configs.supported import read_model
 from engine.model.layers.linear import Linear
 from engine.model.registry import load_model
 
@@ -36,11 +38,11 @@ BASE: dict[str, Any] = {
 }
 
 
-def read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+def read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> DecoderConfig:
     (folder / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return ModelConfig.from_source(folder)
+    return read_model(folder)
 
 
 def refusal(folder: Path, **changes: Any) -> str:
@@ -70,7 +72,7 @@ def test_old_style_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_transformers_saves(name: str, tmp_path: Path) -> None:
     tiny = VARIANTS[name]
-    config = ModelConfig.from_source(build(tmp_path, tiny))
+    config = read_model(build(tmp_path, tiny))
     assert config.head_dim == (tiny.head_dim or tiny.hidden_size // tiny.num_heads)
     assert (config.hidden_size, config.vocab_size, config.num_kv_heads) == (64, 260, tiny.num_kv_heads)
     assert config.tie_word_embeddings == tiny.tied
@@ -85,7 +87,7 @@ def test_what_transformers_saves(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameters_are_counted_as_transformers_does(name: str, tmp_path: Path) -> None:
     folder = build(tmp_path, VARIANTS[name])
-    config, reference = ModelConfig.from_source(folder), load_reference(folder)
+    config, reference = read_model(folder), load_reference(folder)
     assert config.num_parameters == reference.num_parameters()
     norms = sum(p.numel() for n, p in reference.named_parameters() if n.endswith("norm.weight"))
     expected = 2 * config.num_parameters + (2 * 260 * 64 if config.tie_word_embeddings else 0)
@@ -239,8 +241,8 @@ def test_weight_bytes_count_a_packed_head(tmp_path: Path) -> None:
 def test_reading_a_config_loads_no_torch(tmp_path: Path) -> None:
     read(tmp_path, BASE)
     code = (
-        "import sys, pathlib; from configs.model import ModelConfig; "
-        "ModelConfig.from_source(pathlib.Path(sys.argv[1])); assert 'torch' not in sys.modules"
+        "import sys, pathlib; from configs.supported import read_model; "
+        "read_model(pathlib.Path(sys.argv[1])); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
@@ -320,17 +322,13 @@ def test_senseless_values(changes: dict[str, Any], words: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "has GPT2LMHeadModel, which is not supported"),
-        ({"architectures": None, "model_type": "mamba"}, "has mamba, which is not supported"),
-        ({"architectures": None}, "has no architecture, which is not supported"),
-        ({"architectures": [["LlamaForCausalLM"]]}, "has ['LlamaForCausalLM'], which is not supported"),
-        (
-            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
-            "(MixtralForCausalLM): mixtures of experts",
-        ),
+        ({"num_local_experts": 8}, "(LlamaForCausalLM): mixtures of experts"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, "multi-head latent attention"),
         ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "encoder-decoder models"),
         ({"architectures": ["LlavaForConditionalGeneration"], "vision_config": {"depth": 2}}, "images or sound"),
+        ({"architectures": ["JambaForCausalLM"], "layers_block_type": ["mamba", "attention"]}, "the kind mamba"),
+        ({"architectures": ["Qwen3NextForCausalLM"], "layer_types": ["linear_attention"]}, "the kind linear_attention"),
+        ({"architectures": ["Gemma3nForCausalLM"], "num_kv_shared_layers": 15}, "share keys and values"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "its weights are quantised (awq)"),
         ({"quantization_config": {"quant_method": "gptq"}}, "its weights are quantised (gptq)"),
     ],
@@ -341,21 +339,30 @@ def test_what_is_not_supported_says_what_is(changes: dict[str, Any], words: str,
     supported = (
         "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Phi3ForCausalLM, Gemma3ForCausalLM"
     )
-    assert f"Supported are {supported} and GGUF files of llama, qwen2, qwen3, phi3, gemma3." in message
+    assert f"Supported are {supported}, GGUF files of llama, qwen2, qwen3, phi3, gemma3, and" in message
+
+
+def test_of_other_architectures_the_files_are_not_asked_more(tmp_path: Path) -> None:
+    config = read(tmp_path, {"architectures": ["OlmoForCausalLM"], "vocab_size": 99}, {"top_k": 7})
+    assert type(config) is ModelConfig and (config.architecture, config.vocab_size) == ("OlmoForCausalLM", 99)
+    assert config.generation.top_k == 7 and config.dtype is None
+    assert read(tmp_path, {"model_type": "olmo", "vocab_size": 99}).architecture == "olmo"
+    with pytest.raises(StartupError, match=r"vocab_size is missing"):
+        read(tmp_path, {"model_type": "olmo"})
 
 
 def test_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"holds no config\.json, so it is not a model folder"):
-        ModelConfig.from_source(tmp_path)
+        read_model(tmp_path)
     with pytest.raises(StartupError, match="nowhere does not exist"):
-        ModelConfig.from_source(tmp_path / "nowhere")
+        read_model(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("text", ["{", "", "[1]", "\x00"])
 def test_config_that_is_no_json_object(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(StartupError, match=r"config\.json (cannot be read as JSON|must hold a JSON object)"):
-        ModelConfig.from_source(tmp_path)
+        read_model(tmp_path)
 
 
 rope_values = st.dictionaries(
@@ -390,5 +397,8 @@ def test_any_config_is_read_or_refused(
     except StartupError as error:
         assert "--model" in str(error)
     else:
+        if changes.get("architectures", [family]) != [family]:
+            assert type(config) is ModelConfig
+            return
         assert config.num_heads % config.num_kv_heads == 0 and config.num_parameters > 0
         assert len(config.layer_windows) == config.num_layers

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from configs.errors import SettingsError
 from configs.kv import KVFormat, KVLayout, LayerKV
-from configs.pool import AUTO_BYTES, PoolPlan, resolve_num_blocks
+from configs.pool import AUTO_BYTES, GPU_SHARE, MAX_GPU_PAGES, PoolPlan, resolve_num_blocks, step_bytes
 from configs.settings import Settings
 
 GIB = 1024**3
@@ -139,3 +139,48 @@ def test_a_plan_fits_or_is_refused(
     assert bool(result.notes) == (result.max_model_len < window)
     if override is None and size is not None:
         assert result.pool_bytes <= size
+
+
+# ---------------------------------------------------------------- on a GPU
+def plan_on_gpu(available: int = 80 * GIB, weights: int = 16 * GIB, work: int = 2 * GIB, **given: object) -> PoolPlan:
+    sizes = {"available_bytes": available, "weight_bytes": weights, "work_bytes": work}
+    return resolve_num_blocks(Settings(**given), SMOLLM2, window=8192, default_share=GPU_SHARE, **sizes)
+
+
+def test_a_gpu_gives_nine_tenths_to_weights_step_and_pool() -> None:
+    result = plan_on_gpu()
+    assert result.num_blocks == (72 - 18) * GIB // SMOLLM2.block_bytes
+    assert result.decided_by == "--gpu-memory-utilization 0.9 (54 GiB beside the weights)"
+    assert plan_on_gpu(gpu_memory_utilization=0.5).num_blocks == (40 - 18) * GIB // SMOLLM2.block_bytes
+    assert plan_on_gpu(kv_cache_memory_bytes="3GiB").num_blocks == 3 * GIB // SMOLLM2.block_bytes
+
+
+def test_what_a_step_takes_is_not_given_away_on_demand() -> None:
+    assert plan_on_gpu(kv_cache_memory_bytes="62GiB").num_blocks == 62 * GIB // SMOLLM2.block_bytes
+    with pytest.raises(SettingsError, match="asks for a KV cache of 63 GiB, but the weights and the 2 GiB of a step"):
+        plan_on_gpu(kv_cache_memory_bytes="63GiB")
+    with pytest.raises(SettingsError, match=r"take 80 GiB of the 80 GiB .* --max-num-batched-tokens"):
+        plan_on_gpu(weights=78 * GIB)
+
+
+def test_tiny_pages_do_not_fill_main_memory_with_books() -> None:
+    """1,412 GiB hold four million pages of SmolLM2; asked for, they come."""
+    result = plan_on_gpu(available=1412 * GIB)
+    assert result.num_blocks == MAX_GPU_PAGES and f"{MAX_GPU_PAGES} pages" in result.decided_by
+    assert plan_on_gpu(available=1412 * GIB, gpu_memory_utilization=0.9).num_blocks > MAX_GPU_PAGES
+
+
+def test_a_step_takes_more_with_each_thing_that_is_larger() -> None:
+    def step(layout: KVLayout = SMOLLM2, window=8192, vocab_size=49152, num_parameters=134_515_008, **given) -> int:
+        given = {"max_num_seqs": 64, "max_num_batched_tokens": 512, **given}
+        sizes = {"window": window, "vocab_size": vocab_size, "num_parameters": num_parameters}
+        return step_bytes(Settings(**given), layout, **sizes)
+
+    plain = step()
+    assert step(vocab_size=49153) - plain == 64 * 8, "each sequence has logits"
+    assert step(window=8193) - plain == 2 * 3 * 64 * 12, "K and V of a whole context"
+    assert step(max_num_batched_tokens=513) - plain == 64 * 2117, "a layer has 4.48 million numbers, 2117 squared"
+    assert step(max_num_seqs=65) - plain == 49152 * 8
+    wide = KVLayout.of((LayerKV(8, 128, KVFormat.BF16),) * 30, 16)
+    assert step(layout=wide) - plain == 2 * 8192 * (1024 - 192) * 12
+    assert 2**29 < plain < 2**30

@@ -1,56 +1,84 @@
-"""What a machine or its container lets the engine take."""
+"""What the joining of parts says and reckons: exactness, and pools on the CPU and on a GPU."""
 
 from pathlib import Path
 
-import psutil
 import pytest
+import tiny_models
 import torch
-from torch import nn
+from engines import Engine, Loaded, Unsteady
 
+from configs.settings import Settings
 from engine import build
+from engine.device import GPU, Device, NoGPU
+from engine.errors import StartupError
+from engine.model.registry import read_config
+from engine.runner.model_runner import ModelRunner
 
-CORES = build.usable_cores()
+GIB = 2**30
+GPU_OF_8_GIB = GPU("a GPU", (8, 6), 8 * GIB, 8 * GIB, has_bfloat16=True)
+
+
+def device_of(found: GPU | NoGPU, **given: object) -> Device:
+    return Device.find(Settings(dtype="float32", **given), lambda: found)
+
+
+CPU = device_of(NoGPU("", False))
 
 
 @pytest.fixture
-def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(build, "CGROUP", tmp_path)
-    return tmp_path
+def runner(tmp_path: Path) -> ModelRunner:
+    return Engine(Loaded.load(tiny_models.build(tmp_path), torch.float32, 128)).executor.runner
 
 
-@pytest.mark.parametrize(
-    ("quota", "cores"),
-    [
-        ("100000 100000", 1),
-        ("150000 100000", 1),
-        ("50000 100000", 1),
-        ("90000000 100000", CORES),
-        ("max 100000", CORES),
-    ],
-)
-def test_threads_stay_within_the_containers_quota(cgroup: Path, quota: str, cores: int):
-    (cgroup / "cpu.max").write_text(quota + "\n")
-    assert build.usable_cores() == cores
+def test_a_model_that_company_changes_is_warned_of(runner: ModelRunner, caplog) -> None:
+    runner.model = Unsteady(runner.model)
+    said = build._exactness(runner, CPU)
+    assert "may be changed a little by other requests" in said and "(the model: other bits beside others" in said
+    assert said in caplog.text
 
 
-def test_without_a_container_every_core_counts(cgroup: Path):
-    assert 1 <= build.usable_cores() <= len(psutil.Process().cpu_affinity())
-
-
-def test_memory_is_what_the_container_has_left(cgroup: Path):
-    (cgroup / "memory.current").write_text("3000\n")
-    (cgroup / "memory.max").write_text("10000\n")
-    assert build.available_memory() == 7000
-    (cgroup / "memory.max").write_text("2000\n")
-    assert build.available_memory() == 0
-    (cgroup / "memory.max").write_text("max\n")
-    assert build.available_memory() > 1 << 20
-
-
-def test_a_machine_whose_linears_are_not_exact_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    assert build._exactness(nn.Module(), torch.float32).startswith("not changed by other requests") and not caplog.text
+def test_a_machine_whose_linears_are_not_exact_is_warned_of(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    assert build._exactness(runner, CPU).startswith("not changed by other requests") and not caplog.text
     monkeypatch.setattr(build, "inexact", lambda layers, dtype: {"model.layers.0.o": "other bits with one thread"})
-    said = build._exactness(nn.Module(), torch.float32)
+    said = build._exactness(runner, CPU)
     assert said.startswith("may be changed a little") and "model.layers.0.o: other bits with one thread" in said
     [record] = caplog.records
     assert record.levelname == "WARNING" and record.name == "octavo.engine" and said in record.getMessage()
+
+
+def test_a_gpu_is_not_said_to_be_exact(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "inexact", lambda layers, dtype: pytest.fail("nothing is multiplied to find out"))
+    said = build._exactness(runner, device_of(GPU_OF_8_GIB))
+    assert said == "may be changed a little by other requests, since rounding differs (not checked on a GPU)"
+
+
+def test_the_start_up_block_names_the_device_and_its_kernels(tmp_path: Path) -> None:
+    config = read_config(tiny_models.build(tmp_path), trust_remote_code=False)
+    device = device_of(GPU_OF_8_GIB)
+    layout, plan = build.plan_pool(Settings(num_gpu_blocks_override=64), config, device)
+    lines = build._summary("tiny", config, device, plan, layout)
+    assert lines["device"] == "a GPU, compute capability 8.6, 8.00 of 8.00 GiB free at start"
+    assert lines["dtype"] == "float32" and lines["attention"].startswith("torch reference (not C++")
+    assert "runs on the CPU, not on cuda" in lines["attention"]
+    noted = Device(torch.device("cuda", 0), "old", GIB, GIB, "float16", "no bfloat16", 1)
+    assert build._summary("tiny", config, noted, plan, layout)["dtype"] == "float16 (no bfloat16)"
+
+
+def test_a_gpus_pool_leaves_room_for_a_step(tmp_path: Path) -> None:
+    """0.9 of what is free holds weights, step and pool; the CPU's default is another."""
+    config = read_config(tiny_models.build(tmp_path), trust_remote_code=False)
+    settings = Settings(gpu_memory_utilization=None)
+    _, plan = build.plan_pool(settings, config, device_of(GPU_OF_8_GIB))
+    assert "--gpu-memory-utilization 0.9" in plan.decided_by
+    assert 5 * GIB < plan.pool_bytes < 0.9 * 8 * GIB - config.weight_bytes("float32") - 512 * 2**20
+    _, on_cpu = build.plan_pool(settings, config, CPU)
+    assert "--gpu-memory-utilization" not in on_cpu.decided_by
+
+
+def test_a_gpu_that_cannot_hold_weights_and_a_step_is_a_sentence(tmp_path: Path) -> None:
+    config = read_config(tiny_models.build(tmp_path), trust_remote_code=False)
+    small = GPU("a small GPU", (8, 6), GIB, GIB // 4, has_bfloat16=True)
+    with pytest.raises(StartupError, match=r"the weights and the .* of a step take .* --max-num-batched-tokens"):
+        build.plan_pool(Settings(), config, device_of(small))

@@ -10,8 +10,11 @@ import torch
 from configs.settings import Settings
 from configs.version import VERSION
 from engine import diagnosis
+from engine.device import GPU, Device, NoGPU
 from engine.diagnosis import Diagnosis, diagnose, hub, kernels, machine, model, self_test, versions
 from engine.errors import StartupError
+
+CPU = Device.find(Settings(dtype="float32"), lambda: NoGPU("there is none", torch_could=False))
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +23,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_machine() -> None:
-    facts = machine()
+    facts = machine(CPU)
+    assert facts["serves on"].startswith("CPU, ")
     assert f"{psutil.cpu_count()} logical" in facts["cores"] and facts["memory"].endswith(" to use")
     if not torch.cuda.is_available():
         assert facts["GPU"].startswith("none that torch sees (")
@@ -28,13 +32,13 @@ def test_machine() -> None:
 
 def test_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "CGROUP", tmp_path)
-    assert "container memory" not in machine()
+    assert "container memory" not in machine(CPU)
     (tmp_path / "memory.max").write_text("1073741824\n")
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    facts = machine()
+    facts = machine(CPU)
     assert (facts["container memory"], facts["container processors"]) == ("1.00 GiB", "1.5")
     (tmp_path / "memory.max").write_text("max\n")
-    assert "container memory" not in machine()
+    assert "container memory" not in machine(CPU)
 
 
 def test_versions() -> None:
@@ -44,33 +48,37 @@ def test_versions() -> None:
 
 def test_every_op_has_a_kernel_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     problems: list[str] = []
-    rows = kernels(Settings(dtype="float32"), problems)
+    rows = kernels(CPU, problems)
     assert {"paged_attention", "store_kv", "pack_linear", "rms_norm", "rotary"} <= rows.keys()
     assert rows["number format"] == "float32" and not problems
     if "C++ AMX" not in rows["pack_linear"]:
         assert "AMX" in rows["pack_linear"], "it says why not"
     monkeypatch.setattr(diagnosis.library, "load", lambda: None)
     monkeypatch.setattr(diagnosis.library, "refusal", lambda: "no C++ compiler; install g++")
-    kernels(Settings(dtype="float32"), problems)
+    kernels(CPU, problems)
     assert problems == ["There are no native kernels, so answers come slowly: no C++ compiler; install g++."]
+    hopper = GPU("NVIDIA H200", (9, 0), 2**37, 2**37, has_bfloat16=True)
+    rows = kernels(Device.find(Settings(), lambda: hopper), problems)
+    assert rows["number format"] == "bfloat16" and rows["paged_attention"].startswith("torch reference (not C++")
+    assert len(problems) == 1, "on a GPU nobody misses the CPU's kernels"
 
 
 def test_the_kv_cache_that_would_be_chosen(tiny: Path) -> None:
-    rows = model(Settings(model=str(tiny), num_gpu_blocks_override=64, dtype="float32"))
+    rows = model(Settings(model=str(tiny), num_gpu_blocks_override=64), CPU)
     assert rows["KV cache"].startswith("64 pages of 16 tokens = 1024 tokens")
     assert rows["decided by"] == "--num-gpu-blocks-override 64" and rows["longest sequence"] == "512 tokens"
-    rows = model(Settings(model=str(tiny), num_gpu_blocks_override=4))
+    rows = model(Settings(model=str(tiny), num_gpu_blocks_override=4), CPU)
     assert "holds 64 tokens" in rows["note"]
 
 
 def test_a_model_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert model(Settings()) == {"model": "the default model is not on this machine yet; octavo serve fetches it"}
+    assert model(Settings(), CPU) == {"model": "the default model is not on this machine yet; octavo serve fetches it"}
     words = "some/model is not on this machine yet; octavo serve fetches it"
-    assert model(Settings(model="some/model")) == {"model": words}
+    assert model(Settings(model="some/model"), CPU) == {"model": words}
     with pytest.raises(StartupError, match="there is no such file"):
-        model(Settings(model="/nowhere/x.gguf"))
+        model(Settings(model="/nowhere/x.gguf"), CPU)
 
 
 def test_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +91,11 @@ def test_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "SHAPES", ((96, 64), (64, 96)))
     problems: list[str] = []
-    rows = self_test(Settings(dtype="float32"), problems)
+    rows = self_test(CPU, problems)
     took = rows.pop("took")
     assert rows == {"linear 64 to 96, float32": "exact", "linear 96 to 64, float32": "exact"} and not problems
     assert "left out" not in took
-    assert "2 shapes were left out" in self_test(Settings(dtype="float32"), problems, seconds=-1.0)["took"]
+    assert "2 shapes were left out" in self_test(CPU, problems, seconds=-1.0)["took"]
 
 
 def test_the_self_test_tells_of_inexact_and_of_wrong_linears(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,13 +103,22 @@ def test_the_self_test_tells_of_inexact_and_of_wrong_linears(monkeypatch: pytest
     problems: list[str] = []
     with monkeypatch.context() as inexact:
         inexact.setattr(diagnosis, "probe", lambda packed, dtype: "other bits for 1 of 40 rows computed alone")
-        self_test(Settings(dtype="float32"), problems)
+        self_test(CPU, problems)
     [said] = problems
     assert "linear 64 to 96, float32: not exact: other bits for 1 of 40 rows computed alone" in said
     right = diagnosis.ops.linear
     monkeypatch.setattr(diagnosis.ops, "linear", lambda x, packed: right(x, packed) * 1.01)
-    rows = self_test(Settings(dtype="float32"), problems)
+    rows = self_test(CPU, problems)
     assert rows["linear 64 to 96, float32"].startswith("WRONG: off by 0.01") and len(problems) == 2
+
+
+def test_a_device_that_cannot_be_had_is_a_problem_and_the_cpu_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(diagnosis, "SHAPES", ())
+    found = diagnose(Settings(device="cuda", model="/nowhere/x.gguf", num_threads=1))
+    assert found.problems[0].startswith("--device cuda is not possible here: ") and len(found.problems) == 2
+    assert found.sections["machine"]["serves on"].startswith("CPU, 1 thread")
 
 
 def test_what_is_wrong_hides_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

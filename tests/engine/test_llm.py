@@ -1,12 +1,16 @@
 """The offline class: the same core, without HTTP."""
 
 import json
+import subprocess
+import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny_models
 
+import engine
 from engine import LLM, SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest, StartupError
 
@@ -20,6 +24,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     llm.shutdown()
 
 
+ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -109,6 +114,33 @@ def test_no_prompts(llm: LLM) -> None:
 def test_unknown_setting() -> None:
     with pytest.raises(StartupError, match="max_model_len"):
         LLM(max_model_length=5)
+
+
+def test_the_end_of_a_with_block_frees_the_model(tmp_path: Path) -> None:
+    with LLM(str(tiny_models.build(tmp_path)), dtype="float32", num_gpu_blocks_override=16, num_threads=1) as llm:
+        core = weakref.ref(llm._core)
+        assert llm.generate("x", GREEDY)[0].outputs[0].finish_reason == "length"
+    assert core() is None
+    llm.shutdown()
+    for use in (lambda: llm.generate("x"), lambda: llm.chat([{"role": "user", "content": "x"}]), llm.memory_stats):
+        with pytest.raises(RuntimeError, match="has been shut down"):
+            use()
+
+
+def test_an_error_in_a_with_block_frees_the_model_too(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        LLM(str(tiny_models.build(tmp_path)), dtype="float32", num_gpu_blocks_override=16, num_threads=1) as llm,
+    ):
+        _ = 1 / 0
+    with pytest.raises(RuntimeError, match="has been shut down"):
+        llm.events()
+
+
+def test_dir_lists_what_has_not_been_used_yet() -> None:
+    program = "import engine, sys; print(*dir(engine)); assert 'torch' not in sys.modules"
+    listed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert {*engine.__all__, "__name__", "__all__"} <= set(listed.stdout.split())
 
 
 def test_the_tokenizers_own_end_token_ends_a_sequence(tmp_path: Path) -> None:

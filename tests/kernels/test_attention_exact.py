@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paged import all_kernels, make_paged, native_kernels
+from paged import all_kernels, goes_row_by_row, make_paged, native_kernels
 
 from kernels.threads import num_threads, set_threads
 
@@ -20,7 +20,8 @@ def threads():
 @pytest.mark.parametrize(("dtype", "kernel"), all_kernels())
 def test_alone_and_in_company(dtype, kernel):
     paged = make_paged(LENGTHS, dtype=dtype)
-    parts = [(b, max(0, n - (1, 1, 17, 30)[b % 4]), n) for b, n in enumerate(LENGTHS)]
+    rows = (1, 1, 3, 5) if goes_row_by_row(kernel) else (1, 1, 17, 30)
+    parts = [(b, max(0, n - rows[b % 4]), n) for b, n in enumerate(LENGTHS)]
     alone = [paged.attend(kernel, [part])[0] for part in parts]
     for order in (parts, parts[::-1], parts[3:] + parts[:3]):
         for part, out in zip(order, paged.attend(kernel, order), strict=True):
@@ -31,9 +32,13 @@ def test_alone_and_in_company(dtype, kernel):
 @pytest.mark.parametrize(("group", "head_dim", "kv_heads"), [(3, 64, 3), (1, 80, 4), (8, 128, 1), (71, 32, 1)])
 def test_decode_and_chunks_equal_prefill(dtype, kernel, group, head_dim, kv_heads):
     paged = make_paged([560], group=group, head_dim=head_dim, kv_heads=kv_heads, dtype=dtype)
-    for first, end in ((0, 70), (460, 560)):  # where few tokens are seen; around the border of a split
+    # where few tokens are seen; around the border of a split
+    spans, chunks = (((0, 70), (460, 560)), (1, 16, 37))
+    if goes_row_by_row(kernel):
+        spans, chunks = (((0, 18), (504, 522)), (1, 7))
+    for first, end in spans:
         whole = paged.attend(kernel, [(0, first, end)])[0]
-        for chunk in (1, 16, 37):
+        for chunk in chunks:
             pieces = [paged.attend(kernel, [(0, i, min(i + chunk, end))])[0] for i in range(first, end, chunk)]
             assert torch.equal(torch.cat(pieces), whole), chunk
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from engines import threads
 
-from engine.build import usable_cores
+from engine.device import usable_cores
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -13,7 +13,7 @@ from tiny_models import FAMILIES, VARIANTS, build
 from kernels import ops
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SMOLLM2 = Requests.of((3, 16, 31, 75, 130, 300), range(3, 49152), few_blocks=40)
+SMOLLM2 = Requests.of((3, 16, 31, 75, 130, 200), range(3, 49152), few_blocks=34)
 TINY = Requests.of((3, 16, 31, 75, 130), range(256), few_blocks=20)
 """Longer than the tiny models' windows by several pages."""
 
@@ -71,6 +71,6 @@ def test_the_check_can_fail(smol: Loaded, smol_alone: list[Completion], monkeypa
         return exact(left, packed) + exact(right, packed)
 
     monkeypatch.setattr(ops, "linear", company_dependent)
-    found = Engine(smol).run(SMOLLM2.prompts, SMOLLM2.params)
+    found = Engine(smol).run(SMOLLM2.prompts[:4], SMOLLM2.params[:4])
     with pytest.raises(AssertionError):
-        assert_equal(found, smol_alone)
+        assert_equal(found, smol_alone[:4])

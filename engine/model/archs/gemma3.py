@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from configs.model import ModelConfig
+from configs.decoder import DecoderConfig
 from engine.model.archs import llama
 from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.model.layers.norm import RMSNorm
@@ -24,7 +24,7 @@ NORMS = {
 
 
 class Layer(llama.Layer):
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__(config, layer, dtype)
         self.attention_post_norm = RMSNorm(config, config.hidden_size, dtype)
         self.mlp_post_norm = RMSNorm(config, config.hidden_size, dtype)

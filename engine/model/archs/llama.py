@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from configs.model import ModelConfig
-from engine.model.base import CausalLM
+from configs.decoder import DecoderConfig
+from engine.model.base import Architecture
 from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.model.layers.attention import Attention
 from engine.model.layers.embedding import Embedding, Head
@@ -43,7 +43,7 @@ QK_NORMS = {
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config, config.hidden_size, dtype)
         self.attention = Attention(config, layer, dtype)
@@ -65,10 +65,10 @@ class Layer(nn.Module):
         return out
 
 
-class Model(CausalLM):
+class Model(Architecture):
     layer_type: ClassVar[type[Layer]] = Layer
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, window: int) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, window: int) -> None:
         super().__init__(config)
         self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, config.embedding_scale)
         self.layers = nn.ModuleList(self.layer_type(config, layer, dtype) for layer in range(config.num_layers))

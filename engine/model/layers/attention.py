@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from configs.model import ModelConfig
+from configs.decoder import DecoderConfig
 from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import RMSNorm
@@ -13,7 +13,7 @@ from engine.model.layers.rotary import RotaryEmbedding
 class Attention(nn.Module):
     """Multi-head, grouped-query or multi-query, by the number of KV heads."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer, self.heads, self.kv_heads = layer, config.num_heads, config.num_kv_heads
         self.scale, self.qk_norm = config.attention_scale, config.qk_norm

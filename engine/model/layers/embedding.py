@@ -14,7 +14,7 @@ class Embedding(Loadable):
 
     def __init__(self, vocab_size: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()
-        self.scale = torch.tensor(scale).to(dtype).item()
+        self.scale = torch.tensor(scale, device="cpu").to(dtype).item()
         self.register_buffer("weight", torch.empty(vocab_size, size, dtype=dtype))
 
     def part_shapes(self, shard: str) -> dict[str, tuple[int, ...]]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from configs.model import Activation
+from configs.decoder import Activation
 from engine.model.base import Loadable
 from kernels import ops
 
@@ -16,6 +16,7 @@ class Linear(Loadable):
     With a gate, of two shards of one size the first gates the second: y = gate(x G^T) * (x U^T).
 
     Until then the rows gather in a plain buffer, given up once packed: loading needs one such buffer beside the model.
+    Buffer and packed weight are on torch's default device as it is when the layer is made.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Linear(Loadable):
         super().__init__()
         self.in_features, self.out_features = in_features, sum(shards.values())
         self.has_bias, self.dtype, self.gate = bias, dtype, gate
+        self.device = torch.get_default_device()
         self._rows: dict[str, slice] = {}
         start = 0
         for name, size in shards.items():
@@ -48,7 +50,7 @@ class Linear(Loadable):
     def load_part(self, shard: str, part: str, tensor: torch.Tensor) -> None:
         if part not in self._gathered:
             shape = (self.out_features, self.in_features) if part == "weight" else (self.out_features,)
-            self._gathered[part] = torch.empty(shape, dtype=self.dtype)
+            self._gathered[part] = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._gathered[part][self._rows[shard]].copy_(tensor)
         self._pending[part] -= len(tensor)
         if not any(self._pending.values()):

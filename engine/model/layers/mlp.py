@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from configs.model import ModelConfig
+from configs.decoder import DecoderConfig
 from engine.model.layers.linear import Linear
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(config.hidden_size, {"gate": size, "up": size}, bias, dtype, gate=config.activation)

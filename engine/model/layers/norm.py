@@ -2,7 +2,7 @@
 
 import torch
 
-from configs.model import ModelConfig
+from configs.decoder import DecoderConfig
 from engine.model.base import Loadable
 from kernels import ops
 
@@ -15,7 +15,7 @@ class RMSNorm(Loadable):
 
     weight: torch.Tensor
 
-    def __init__(self, config: ModelConfig, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: DecoderConfig, size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps, self.zero_centred = config.rms_norm_eps, config.zero_centred_norms
         self.register_buffer("weight", torch.empty(size, dtype=torch.float32 if self.zero_centred else dtype))

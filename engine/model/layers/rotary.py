@@ -22,10 +22,13 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rope: RopeConfig, rotary_dim: int, max_position: int, window: int) -> None:
         super().__init__()
-        frequencies = inverse_frequencies(rope, rotary_dim, max_position, window)
-        angles = torch.arange(window, dtype=torch.float32)[:, None] * frequencies
-        self.register_buffer("cos", angles.cos() * rope.attention_factor, persistent=False)
-        self.register_buffer("sin", angles.sin() * rope.attention_factor, persistent=False)
+        device = torch.get_default_device()
+        with torch.device("cpu"):  # the same bits wherever they are used
+            frequencies = inverse_frequencies(rope, rotary_dim, max_position, window)
+            angles = torch.arange(window, dtype=torch.float32)[:, None] * frequencies
+            cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        self.register_buffer("cos", cos.to(device), persistent=False)
+        self.register_buffer("sin", sin.to(device), persistent=False)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
         """Rotates q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place; positions: int64 [T]."""

@@ -14,22 +14,29 @@ from kernels import ops
 HUGE_PAGE = 2 * 1024 * 1024
 
 
-def allocate_pool(num_blocks: int, block_bytes: int) -> torch.Tensor:
-    """uint8 [num_blocks, block_bytes], zeroed, 2 MiB aligned, in transparent huge pages where the system has them.
+def allocate_pool(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [num_blocks, block_bytes], zeroed. Raises `StartupError` if there is not so much memory.
 
-    The system commits memory when a block is first written. Raises `StartupError` if it refuses the reservation.
+    On the CPU: 2 MiB aligned, in transparent huge pages where the system has them; it commits memory when a block is
+    first written. Elsewhere torch allocates, and all of it is committed at once.
     """
     size = num_blocks * block_bytes
     try:
-        memory = _anonymous(size + HUGE_PAGE)
-    except (OSError, ValueError, OverflowError) as error:
+        if device.type == "cpu":
+            return _host_memory(size).view(num_blocks, block_bytes)
+        return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
+    except (OSError, ValueError, OverflowError, torch.OutOfMemoryError) as error:
         raise StartupError(
-            f"A KV pool of {num_blocks} blocks ({size / 2**30:.2f} GiB) cannot be allocated ({error}): "
-            "lower --kv-cache-memory-bytes or --num-gpu-blocks-override."
+            f"A KV pool of {num_blocks} blocks ({size / 2**30:.2f} GiB) cannot be allocated "
+            f"({str(error).split('. ')[0]}): lower --kv-cache-memory-bytes, --num-gpu-blocks-override or "
+            "--gpu-memory-utilization."
         ) from error
-    whole = np.frombuffer(memory, np.uint8)
+
+
+def _host_memory(size: int) -> torch.Tensor:
+    whole = np.frombuffer(_anonymous(size + HUGE_PAGE), np.uint8)
     start = -whole.ctypes.data % HUGE_PAGE
-    return torch.from_numpy(whole[start : start + size]).view(num_blocks, block_bytes)
+    return torch.from_numpy(whole[start : start + size])
 
 
 def _anonymous(size: int) -> mmap.mmap:

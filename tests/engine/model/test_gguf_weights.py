@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from smollm2 import reference_model, smollm2_gguf
 from tiny_models import LLAMA3, VARIANTS, TinyModel, build, longrope
 
-from configs.model import ModelConfig
+from configs.decoder import DecoderConfig
 from configs.model_gguf import GGUF_ARCHITECTURES
 from configs.model_rope import RopeConfig
+from configs.supported import read_model
 from engine.errors import StartupError
 from engine.model.base import CausalLM
 from engine.model.gguf_weights import NAMES, OWN_NAMES, GGUFSource
@@ -32,7 +33,7 @@ Extra = Callable[[gguf.GGUFWriter], object]
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    config = ModelConfig.from_source(path)
+    config = read_model(path)
     return load_model(path, config, dtype, 64, lambda fraction: None)
 
 
@@ -100,7 +101,7 @@ def test_names_are_those_of_the_gguf_package() -> None:
 
 def write_gguf(path: Path, folder: Path, kind: Kind, drop: str = "", extra: Extra = lambda writer: None) -> Path:
     """The model in `folder` as a GGUF file, matrices stored as `kind` and vectors as F32."""
-    config = ModelConfig.from_source(folder)
+    config = read_model(folder)
     architecture = next(name for name, (theirs, _) in GGUF_ARCHITECTURES.items() if theirs == config.architecture)
     writer = gguf.GGUFWriter(path, architecture)
     write_header(writer, config)
@@ -122,7 +123,7 @@ def write_gguf(path: Path, folder: Path, kind: Kind, drop: str = "", extra: Extr
     return path
 
 
-def write_header(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+def write_header(writer: gguf.GGUFWriter, config: DecoderConfig) -> None:
     """The keys that llama.cpp's converter writes for the architecture."""
     writer.add_vocab_size(config.vocab_size)
     writer.add_block_count(config.num_layers)
@@ -192,7 +193,7 @@ def test_float32_file_equals_the_folder(name: str, tmp_path: Path) -> None:
         tiny = dataclasses.replace(tiny, num_layers=7, extra=extra)
     folder = build(tmp_path / "hf", tiny)
     path = write_gguf(tmp_path / "model.gguf", folder, Kind.F32, extra=EXTRAS.get(name, lambda writer: None))
-    ours, theirs = ModelConfig.from_source(path), ModelConfig.from_source(folder)
+    ours, theirs = read_model(path), read_model(folder)
     for key in SAME:
         assert getattr(ours, key) == getattr(theirs, key), key
     for field in dataclasses.fields(RopeConfig):
@@ -210,14 +211,14 @@ def test_gemma_27b_scales_otherwise(tmp_path: Path) -> None:
     """The file does not say so: it is known by its layers."""
     tiny = dataclasses.replace(VARIANTS["gemma3"], num_layers=62, extra={"sliding_window": 24})
     path = write_gguf(tmp_path / "m.gguf", build(tmp_path / "hf", tiny), Kind.F32)
-    assert ModelConfig.from_source(path).attention_scale == (64 / 4) ** -0.5 != 32**-0.5
+    assert read_model(path).attention_scale == (64 / 4) ** -0.5 != 32**-0.5
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3"])
 def test_llama_alone_is_interleaved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inverse of the round trip: undoing what the converter did not do is seen."""
     path = write_gguf(tmp_path / "m.gguf", build(tmp_path / "hf", VARIANTS[name]), Kind.F32)
-    expected, config = logits_of(load(path)), ModelConfig.from_source(path)
+    expected, config = logits_of(load(path)), read_model(path)
     monkeypatch.setattr("engine.model.gguf_weights.INTERLEAVED", (config.architecture,))
     assert (logits_of(load(path)) - expected).abs().max() > 0.01
 
@@ -226,7 +227,7 @@ def test_llama_alone_is_interleaved(name: str, tmp_path: Path, monkeypatch: pyte
 def test_stored_types(kind: Kind, tmp_path: Path) -> None:
     """Each value is the nearest that the type can hold, so within half a step of the original."""
     folder = build(tmp_path / "hf")
-    source = GGUFSource(path := write_gguf(tmp_path / "m.gguf", folder, kind), ModelConfig.from_source(path))
+    source = GGUFSource(path := write_gguf(tmp_path / "m.gguf", folder, kind), read_model(path))
     for name, tensor in load_file(folder / "model.safetensors").items():
         values = source.read(name)
         assert values.dtype == torch.float32 and values.shape == tensor.shape
@@ -266,7 +267,7 @@ def test_k_quants(kind: Kind, tmp_path: Path) -> None:
     )
     expected = gguf.quants.dequantize(raw, kind)
     assert np.isfinite(expected).all() and expected.std() > 0
-    source = GGUFSource(path, ModelConfig.from_source(path))
+    source = GGUFSource(path, read_model(path))
     assert np.array_equal(interleave(source.read(name).numpy(), 4), expected)
     assert torch.isfinite(logits_of(load(path))).all()
 
@@ -287,7 +288,7 @@ def test_llama3_scaling_travels_as_divisors(tmp_path: Path) -> None:
         Kind.F32,
         extra=lambda writer: writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32)),
     )
-    rope = ModelConfig.from_source(path).rope
+    rope = read_model(path).rope
     assert rope.kind == "divisors" and rope.divisors == pytest.approx(factors)
     torch.testing.assert_close(logits_of(load(path)), logits_of(load(folder)), rtol=1e-4, atol=1e-4)
     plain = write_gguf(tmp_path / "plain.gguf", folder, Kind.F32)
@@ -302,7 +303,7 @@ def test_rope_scaling_keys(tmp_path: Path) -> None:
             for key, value in values.items():
                 getattr(writer, f"add_rope_scaling_{key}")(value)
 
-        return ModelConfig.from_source(write_gguf(tmp_path / "m.gguf", folder, Kind.F32, extra=write)).rope
+        return read_model(write_gguf(tmp_path / "m.gguf", folder, Kind.F32, extra=write)).rope
 
     assert rope_of(type=gguf.RopeScalingType.LINEAR, factor=2.5) == RopeConfig("linear", 10000.0, 2.5)
     yarn = rope_of(type=gguf.RopeScalingType.YARN, factor=4.0, orig_ctx_len=128)
@@ -316,7 +317,7 @@ def test_rope_scaling_keys(tmp_path: Path) -> None:
         write_gguf(
             tmp_path / "m.gguf", folder, Kind.F32, extra=lambda w: w.add_tensor("rope_factors_long.weight", ONES)
         )
-        ModelConfig.from_source(tmp_path / "m.gguf")
+        read_model(tmp_path / "m.gguf")
 
 
 def test_sampling_defaults(tmp_path: Path) -> None:
@@ -325,7 +326,7 @@ def test_sampling_defaults(tmp_path: Path) -> None:
         writer.add_int32("general.sampling.top_k", 20)
 
     path = write_gguf(tmp_path / "m.gguf", build(tmp_path / "hf"), Kind.F32, extra=extra)
-    generation = ModelConfig.from_source(path).generation
+    generation = read_model(path).generation
     assert (generation.temperature, generation.top_k, generation.top_p) == (0.7, 20, None)
 
 
@@ -361,7 +362,7 @@ def test_file_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "extra", "words"),
     [
-        ("gemma2", lambda writer: None, "has GGUF architecture 'gemma2', which is not supported"),
+        ("gemma2", lambda writer: None, "(GGUF architecture 'gemma2'): this architecture is not supported as GGUF"),
         ("llama", lambda writer: writer.add_expert_count(8), "mixtures of experts are not supported"),
         ("llama", lambda writer: writer.add_uint16("split.count", 3), "the GGUF is split into several files"),
         ("llama", lambda writer: None, "llama.embedding_length is missing"),
@@ -377,7 +378,7 @@ def test_header_that_is_refused(name: str, extra: Extra, words: str, tmp_path: P
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(StartupError) as caught:
-        ModelConfig.from_source(path)
+        read_model(path)
     assert words in str(caught.value)
 
 
@@ -407,7 +408,7 @@ def test_damaged_header_is_read_or_refused(
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
     path.write_bytes(data)
     try:
-        GGUFSource(path, ModelConfig.from_source(path))
+        GGUFSource(path, read_model(path))
     except StartupError as error:
         assert "--model" in str(error)
 
@@ -425,7 +426,7 @@ def reference() -> Any:
 
 
 def test_smollm2_shapes(smollm2: Path) -> None:
-    config = ModelConfig.from_source(smollm2)
+    config = read_model(smollm2)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (config.vocab_size, config.window, config.tie_word_embeddings) == (49152, 8192, True)
     assert config.rms_norm_eps == 1e-5
@@ -434,7 +435,7 @@ def test_smollm2_shapes(smollm2: Path) -> None:
 
 def test_smollm2_weights_equal_transformers_bit_for_bit(smollm2: Path, reference: Any) -> None:
     theirs: Mapping[str, torch.Tensor] = reference.state_dict()
-    source = GGUFSource(smollm2, ModelConfig.from_source(smollm2))
+    source = GGUFSource(smollm2, read_model(smollm2))
     assert set(source.shapes) | {"lm_head.weight"} == set(theirs)
     for name in source.shapes:
         assert torch.equal(source.read(name), theirs[name]), name

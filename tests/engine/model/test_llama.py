@@ -9,8 +9,8 @@ import torch
 from contiguous_attention import ContiguousAttention, whole_sequences
 from tiny_models import VARIANTS, TinyModel, build, load_reference
 
-from configs.model import ModelConfig
 from configs.model_rope import RopeConfig
+from configs.supported import read_model
 from engine.model.base import CausalLM
 from engine.model.registry import load_model
 
@@ -18,7 +18,7 @@ SEQUENCES = [[(7 * i * i + 3 * i + 1) % 256 for i in range(length)] for length i
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, window: int | None = None) -> CausalLM:
-    config = ModelConfig.from_source(folder)
+    config = read_model(folder)
     return load_model(folder, config, dtype, config.effective_window(window), lambda fraction: None)
 
 
@@ -70,7 +70,7 @@ def test_comparison_can_fail(tmp_path: Path) -> None:
 def test_every_fact_matters(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """The comparison above sees each thing that sets a family apart, were it another."""
     folder = build(tmp_path, VARIANTS[name])
-    config = dataclasses.replace(ModelConfig.from_source(folder), **changes)
+    config = dataclasses.replace(read_model(folder), **changes)
     ours = logits_of(load_model(folder, config, torch.float32, 256, lambda fraction: None), SEQUENCES)
     assert (ours - reference_logits(folder, SEQUENCES, 256)).abs().max() > 0.01
 

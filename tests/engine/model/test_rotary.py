@@ -7,8 +7,9 @@ import pytest
 import torch
 from tiny_models import LLAMA3, longrope, quiet
 
-from configs.model import ModelConfig
+from configs.decoder import DecoderConfig
 from configs.model_rope import RopeConfig
+from configs.supported import read_model
 from engine.model.layers.rotary import RotaryEmbedding, inverse_frequencies
 
 HEAD_DIM, MAX_POSITION = 64, 4096
@@ -40,7 +41,7 @@ KINDS = {
 }
 
 
-def config_with(folder: Path, rope: dict[str, object]) -> ModelConfig:
+def config_with(folder: Path, rope: dict[str, object]) -> DecoderConfig:
     values = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 260,
@@ -52,7 +53,7 @@ def config_with(folder: Path, rope: dict[str, object]) -> ModelConfig:
         "rope_parameters": rope,
     }
     (folder / "config.json").write_text(json.dumps(values))
-    return ModelConfig.from_source(folder)
+    return read_model(folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ from contiguous_attention import ContiguousAttention, whole_sequences
 from safetensors.torch import load_file, save_file
 from tiny_models import VARIANTS, TinyModel, build, load_reference
 
-from configs.model import ModelConfig
+from configs.supported import read_model
 from engine.errors import StartupError
 from engine.model.base import CausalLM
 from engine.model.registry import load_model
@@ -21,7 +21,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_model(folder, ModelConfig.from_source(folder), dtype, 64, lambda fraction: None)
+    return load_model(folder, read_model(folder), dtype, 64, lambda fraction: None)
 
 
 @torch.inference_mode()
@@ -68,7 +68,7 @@ def test_stored_dtype_is_converted(stored: str, tmp_path: Path) -> None:
 def test_progress_rises_to_one(tmp_path: Path) -> None:
     folder = build(tmp_path)
     seen: list[float] = []
-    load_model(folder, ModelConfig.from_source(folder), torch.float32, 64, seen.append)
+    load_model(folder, read_model(folder), torch.float32, 64, seen.append)
     assert seen == sorted(seen) and seen[-1] == 1.0 and 0.0 < seen[0] < 1.0
     assert len(seen) == len(load_file(folder / "model.safetensors"))
 
@@ -234,7 +234,7 @@ def test_the_same_weight_in_two_files(tmp_path: Path) -> None:
 def test_window_beyond_the_model(tmp_path: Path) -> None:
     folder = build(tmp_path)
     with pytest.raises(StartupError, match="--max-model-len 513 is not possible"):
-        load_model(folder, ModelConfig.from_source(folder), torch.float32, 513, lambda fraction: None)
+        load_model(folder, read_model(folder), torch.float32, 513, lambda fraction: None)
 
 
 def test_destinations_name_every_tensor_of_a_checkpoint(tmp_path: Path) -> None:

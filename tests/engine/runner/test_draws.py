@@ -47,12 +47,13 @@ def test_draws_are_a_true_sample(name, vary):
     vocab_size, rounds, batch = 150, 10, 1000
     logits = random_logits(vocab_size, 8, 1.5)
     counts = np.zeros(vocab_size, np.int64)
+    shared = SamplingParams(seed=99, **CASES[name])
     for start in range(0, rounds * batch, batch):
-        rows = RequestRows(batch, rounds * batch + 1, 16)
+        rows = RequestRows(batch, rounds * batch + 1 if vary == "position" else 1, 16)
         sampler = Sampler(rows, vocab_size, EOS)
         for slot in range(batch):
             number = start + slot
-            params = SamplingParams(seed=number if vary == "seed" else 99, **CASES[name])
+            params = SamplingParams(seed=number, **CASES[name]) if vary == "seed" else shared
             index = number if vary == "index" else 0
             sampler.columns.admit(NewRow(slot, "r", [1], 1, params, index, [[]], 0))
             rows.lengths[slot] = number if vary == "position" else 1

@@ -15,7 +15,7 @@ import torch
 
 from configs.kv import KVFormat, KVLayout
 from configs.limits import SchedulerLimits
-from configs.model import ModelConfig
+from configs.supported import read_model
 from engine.messages import NewRow, RowResult, StepPlan, TokenLogprobs
 from engine.model.registry import load_model
 from engine.runner.executor import SingleExecutor, StepHandle
@@ -165,7 +165,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(folder):
-    config = ModelConfig.from_source(folder)
+    config = read_model(folder)
     return config, {dtype: load_model(folder, config, dtype, WINDOW, lambda _: None) for dtype in DTYPES}
 
 

@@ -6,11 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import NewRow, StepPlan
-from engine.runner.prepare import BatchBuilder
+from engine.runner.prepare import BatchBuilder, link_to
 from engine.runner.request_rows import RequestRows
+from engine.runner.staging import Link
 from engine.sampling_params import SamplingParams
 
 NUM_SLOTS, WINDOW, VOCAB = 8, 96, 1000
+CPU = torch.device("cpu")
 
 
 def plan_of(slots, num_tokens, samples) -> StepPlan:
@@ -86,12 +88,16 @@ def check(batch, rows: RequestRows, sequences, plan: StepPlan) -> None:
             assert table[:used] == blocks[group][:used]
 
 
+def builder_of(rows: RequestRows, link: Link | None = None) -> BatchBuilder:
+    return BatchBuilder(rows, NUM_SLOTS * WINDOW, CPU, link)
+
+
 @settings(max_examples=200, deadline=None)
 @given(worlds())
 def test_against_lists(world):
     rows, sequences, plan = world
     before = rows.num_computed.copy()
-    check(BatchBuilder(rows, NUM_SLOTS * WINDOW).build(plan), rows, sequences, plan)
+    check(builder_of(rows).build(plan), rows, sequences, plan)
     assert np.array_equal(rows.num_computed, before)
 
 
@@ -100,10 +106,80 @@ def test_against_lists(world):
 def test_buffers_hold_nothing_of_earlier_steps(data):
     """One builder, a large step before the one that is checked."""
     rows, sequences, plan = data.draw(worlds())
-    builder = BatchBuilder(rows, NUM_SLOTS * WINDOW)
+    builder = builder_of(rows)
     large = plan_of(list(sequences), [len(sequences[slot][0]) - sequences[slot][2] for slot in sequences], plan.samples)
     builder.build(large)
     check(builder.build(plan), rows, sequences, plan)
+
+
+class LateLink:
+    """A device that starts each copy as late as it may: when somebody waits for it, or in the end."""
+
+    def __init__(self) -> None:
+        self.told = []
+        self.num_copies = 0
+
+    def buffer(self, words):
+        return torch.zeros(words, dtype=torch.int64)
+
+    def send(self, source, destination):
+        self.num_copies += 1
+        self.told.append(lambda: destination.copy_(source))
+        number = len(self.told)
+        return lambda: self.catch_up(number)
+
+    def catch_up(self, number):
+        """Does what it was told, in order, up to the copy of that number."""
+        for place, act in enumerate(self.told[:number]):
+            act()
+            self.told[place] = lambda: None
+
+
+@settings(max_examples=40, deadline=None)
+@given(worlds(), st.integers(3, 6))
+def test_each_step_reads_its_own_arrays_however_late_the_device_is(world, num_steps):
+    """Steps of one slot each, in turn: what one of them needs is wrong for the next."""
+    rows, sequences, plan = world
+    link = LateLink()
+    builder = builder_of(rows, link)
+    read = []
+    for step in range(num_steps):
+        place = step % len(plan.slots)
+        one = plan_of([plan.slots[place]], [plan.num_tokens[place]], [plan.samples[place]])
+        batch = builder.build(one)
+        link.told.append(lambda batch=batch, one=one: (check(batch, rows, sequences, one), read.append(one)))
+    assert link.num_copies == num_steps
+    assert len(read) == num_steps - 3, "nobody waits for the copies of the last two steps"
+    link.catch_up(len(link.told))
+    assert len(read) == num_steps
+
+
+def test_on_the_cpu_nothing_is_copied():
+    assert link_to(CPU) is None
+    rows = RequestRows(2, 16, 2)
+    rows.admit(NewRow(0, "a", [4, 5, 6], 3, SamplingParams(), 0, [[7, 3]], 0), VOCAB)
+    builder = builder_of(rows)
+    first = builder.build(plan_of([0], [3], [True]))
+    second = builder.build(plan_of([0], [2], [True]))
+    assert first.input_ids.data_ptr() == second.input_ids.data_ptr()
+    assert first.input_ids.tolist() == [4, 5, 6], "the second step wrote the same memory"
+    pieces = [first.input_ids, first.positions, *first.slot_mapping, first.query_start, first.seq_lens]
+    pieces += [*first.block_tables, first.logit_rows]
+    assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == 1
+    assert all((piece.data_ptr() - pieces[0].data_ptr()) % 64 == 0 for piece in pieces)
+
+
+def test_the_largest_step_fits():
+    """Every slot full, every token computed, sampled or scored, odd numbers throughout."""
+    rows = RequestRows(3, 33, 2, 3)
+    for slot in range(3):
+        blocks = [list(range(17))] * 3
+        rows.admit(NewRow(slot, f"r{slot}", list(range(33)), 33, SamplingParams(), 0, blocks, 0), VOCAB)
+    plan = plan_of([0, 1, 2], [33] * 3, [True] * 3)
+    plan.scored_slots = [0, 1, 2]
+    batch = BatchBuilder(rows, 99, CPU, None).build(plan)
+    assert batch.block_tables[2].tolist() == [list(range(17))] * 3 and batch.logit_rows.shape == (3 + 3 * 32,)
+    assert batch.input_ids.tolist() == list(range(33)) * 3
 
 
 def test_a_slot_is_reused_without_traces():

@@ -1,0 +1,94 @@
+"""From a model's files to its configuration, or to a refusal that says what was found and what is served."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from configs.decoder import FAMILIES
+from configs.errors import StartupError
+from configs.model import ModelConfig, ModelFiles, architecture, declared_dtype
+from configs.model_fields import Fields
+from configs.model_gguf import GGUF_ARCHITECTURES
+
+SUPPORTED = (
+    f"Supported are {', '.join(FAMILIES)}, GGUF files of {', '.join(GGUF_ARCHITECTURES)}, and through the library "
+    "transformers other decoders whose layers all keep keys and values of softmax attention"
+)
+ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+
+
+def read_model(path: Path) -> ModelConfig:
+    """A `DecoderConfig` for the families of ours; of others no more than the files say, checked as far as words go.
+
+    path: a model folder or a .gguf file. Raises `StartupError` naming file, key and value for what is missing,
+    senseless or not supported.
+    """
+    files = ModelFiles.read(path)
+    check(files.config)
+    family = FAMILIES.get(files.architecture)
+    if family is not None:
+        if _experts(files.config):
+            raise refusal(files.config, "mixtures of experts are not supported in this architecture")
+        return replace(family.read(files.config), generation=files.generation)
+    if files.is_gguf:
+        raise refusal(files.config, "this architecture is not supported as GGUF")
+    return ModelConfig(
+        files.architecture, files.config.integer("vocab_size"), declared_dtype(files.config), files.generation
+    )
+
+
+def check(config: Fields) -> None:
+    """Raises `StartupError` for what nothing here can run."""
+    for applies, reason in REFUSALS:
+        if found := applies(config):
+            raise refusal(config, reason.format(found=found))
+
+
+def refusal(config: Fields, words: str) -> StartupError:
+    return StartupError(f"--model: {config.where} ({architecture(config)}): {words}. {SUPPORTED}.")
+
+
+# ------------------------------------------------------------------ what is refused, and why
+def _quantisation(config: Fields) -> str:
+    """Method by which the weights are quantised, "" if they are not."""
+    for key in ("quantization_config", "compression_config"):
+        if given := config.get(key):
+            return str(given.get("quant_method", "?")) if isinstance(given, dict) else "?"
+    return ""
+
+
+def _other_layers(config: Fields) -> str:
+    """Kinds of layers that are no attention over a growing context (linear attention, convolutions, ...). A family of
+    ours says itself what it knows."""
+    if architecture(config) in FAMILIES:
+        return ""
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if not isinstance(kinds, list):
+        return ""
+    return ", ".join(sorted({str(kind) for kind in kinds} - {*ATTENTION_LAYERS, "attention"}))
+
+
+def _experts(config: Fields) -> bool:
+    return any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+
+
+def _given(*keys: str) -> Callable[[Fields], object]:
+    return lambda config: next((key for key in keys if config.get(key)), None)
+
+
+REFUSALS: tuple[tuple[Callable[[Fields], object], str], ...] = (
+    (
+        lambda c: c.get("num_files") not in (None, 0, 1),
+        "the GGUF is split into several files: join them with llama-gguf-split --merge",
+    ),
+    (_quantisation, "its weights are quantised ({found}): take the bf16, fp16 or fp32 weights, or a GGUF file"),
+    (lambda c: c.get("is_encoder_decoder"), "encoder-decoder models are not supported"),
+    (
+        _given("vision_config", "audio_config", "text_config"),
+        "models for images or sound are not supported (it has a {found})",
+    ),
+    (_given("kv_lora_rank"), "multi-head latent attention is not supported (it has a {found})"),
+    (_other_layers, "layers of the kind {found} are not supported"),
+    (_given("num_kv_shared_layers"), "layers that share keys and values are not supported (it has {found})"),
+)
+"""(finds it, words)"""

@@ -1,0 +1,256 @@
+"""Sizes of a model that the library transformers runs: read off its own code, which is run once without weights.
+
+The class is built on the meta device, where tensors have shapes and no memory, and called with an attention function
+that notes what each layer asks for. What Octavo's attention cannot do is refused here, before any weights are read.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from configs.kv import KVFormat, LayerKV
+from configs.model import ITEMSIZE, DType, ModelConfig, ModelFiles, SizedConfig
+from configs.model_fields import Fields
+from configs.supported import check, refusal
+from engine.errors import StartupError
+from engine.model.fallback.attention import NAME
+from engine.model.fallback.model import TransformersModel, fix_rope
+
+PROBE_TOKENS = 3
+MAX_REASON = 300
+"""Characters of a library's message that are passed on."""
+HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "is_causal", "sliding_window"}
+"""What layers hand to an attention function and that asks for nothing but causal attention over the pages."""
+Refuse = Callable[[str], StartupError]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What one attention layer asked for."""
+
+    layer: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class TransformersConfig(SizedConfig):
+    """Made by `read_transformers_config`."""
+
+    path: Path
+    trust_remote_code: bool
+    max_position: int
+    """Tokens of the window the model declares."""
+    stretch: float
+    """By this much the window may be stretched on request (linear and dynamic position scaling)."""
+    calls: tuple[LayerCall, ...]
+    parameters: int
+    """Numbers stored; a tied head counts once."""
+    tied_parameters: int
+    """Numbers of a head that is the embedding's table too: it is packed, a second copy."""
+
+    @property
+    def window(self) -> int:
+        return self.max_position
+
+    @property
+    def max_window(self) -> int:
+        return int(self.max_position * self.stretch)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.parameters
+
+    def weight_bytes(self, dtype: DType) -> int:
+        return (self.parameters + self.tied_parameters) * ITEMSIZE[dtype]
+
+    def kv_layers(self, format: KVFormat) -> tuple[LayerKV, ...]:
+        """A window that no sequence can exceed is none."""
+        return tuple(
+            LayerKV(
+                call.kv_heads,
+                call.head_dim,
+                format,
+                None if call.window is None or call.window >= self.max_window else call.window,
+            )
+            for call in self.calls
+        )
+
+
+def read_transformers_config(path: Path, declared: ModelConfig, trust_remote_code: bool) -> TransformersConfig:
+    """path: a model folder. Raises `StartupError` that names what was found and what is supported."""
+    given = ModelFiles.read(path).config
+
+    def refuse(words: str) -> StartupError:
+        return refusal(given, words)
+
+    theirs, model_class = model_class_of(path, trust_remote_code)
+    _check_class(model_class, declared.architecture, refuse)
+    num_layers, max_position = (_size(theirs, key, refuse) for key in ("num_hidden_layers", "max_position_embeddings"))
+    recorder = _Recorder()
+    try:
+        with quiet(), torch.device("meta"), torch.inference_mode():
+            model = model_class(configured(theirs, torch.bfloat16)).eval()
+            embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            fix_rope(model, max_position)
+            ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64)
+            taken_apart = TransformersModel(model)
+            logits = taken_apart.logits(taken_apart.run(ids, ids, recorder))
+    except Exception as error:
+        raise refuse(
+            f"transformers' {model_class.__name__} cannot be run over a paged KV cache ({reason(error)})"
+        ) from error
+    _check_calls(recorder, num_layers, refuse)
+    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    return TransformersConfig(
+        architecture=declared.architecture,
+        vocab_size=logits.shape[-1],
+        dtype=declared.dtype,
+        generation=declared.generation,
+        path=path,
+        trust_remote_code=trust_remote_code,
+        max_position=max_position,
+        stretch=_stretch(theirs),
+        calls=tuple(recorder.calls),
+        parameters=parameters,
+        tied_parameters=head.weight.numel() if tied else 0,
+    )
+
+
+def model_class_of(path: Path, trust_remote_code: bool) -> tuple[Any, Any]:
+    """transformers' configuration of the model and its class: the library's own where it has one, else, if trusted,
+    the model's. Raises `StartupError`."""
+    given = ModelFiles.read(path).config
+    own_code = given.get("auto_map")
+    own_class = own_code.get("AutoModelForCausalLM") if isinstance(own_code, dict) else None
+    known = given.get("model_type") in CONFIG_MAPPING
+    library = f"transformers {transformers.__version__}"
+    if not known and own_class is None:
+        raise refusal(given, f"{library} does not have it")
+    if not known and not trust_remote_code:
+        raise refusal(
+            given,
+            f"{library} does not have it, and it brings Python code of its own, which --trust-remote-code runs: only "
+            "for authors you trust",
+        )
+    try:
+        with quiet():
+            theirs = AutoConfig.from_pretrained(path, trust_remote_code=not known, local_files_only=True)
+            check(Fields(given.where, {**theirs.to_dict(), "architectures": given.get("architectures")}))
+            if known:
+                return theirs, AutoModelForCausalLM._model_mapping.get(type(theirs), None)
+            return theirs, get_class_from_dynamic_module(str(own_class), path)
+    except StartupError:
+        raise
+    except Exception as error:
+        raise refusal(given, f"{library} cannot read its configuration ({reason(error)})") from error
+
+
+def configured(theirs: Any, dtype: torch.dtype) -> Any:
+    """The configuration, such that a class made of it calls our attention and experts."""
+    theirs._attn_implementation = NAME
+    theirs._experts_implementation = NAME
+    theirs.dtype = dtype
+    return theirs
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """The library's warnings and bars say nothing that our own sentences do not."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+def reason(error: Exception) -> str:
+    """The first line of a library's message."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:MAX_REASON]}".rstrip(" .:")
+
+
+# ------------------------------------------------------------------ the probe
+@dataclass
+class _Recorder:
+    """A step that notes what layers ask for."""
+
+    calls: list[LayerCall] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | torch.Tensor,
+        others: dict[str, Any],
+    ) -> torch.Tensor:
+        layer, window = getattr(module, "layer_idx", None), others.get("sliding_window")
+        if not isinstance(layer, int):
+            self.complaints.append("an attention layer does not say which it is")
+        if k.shape[2] != v.shape[2] or k.shape[2] % 2 or q.shape[1] % k.shape[1]:
+            self.complaints.append(
+                f"keys of {k.shape[1]} x {k.shape[2]} numbers beside values of {v.shape[1]} x {v.shape[2]} and "
+                f"{q.shape[1]} query heads"
+            )
+        if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            self.complaints.append("attention to later tokens")
+        if strange := sorted(set(others) - HARMLESS):
+            self.complaints.append(f"attention with {', '.join(strange)}")
+        self.calls.append(LayerCall(layer or 0, k.shape[1], k.shape[2], window))
+        return q.new_empty(q.shape[0], q.shape[1] * v.shape[2])
+
+
+def _size(theirs: Any, key: str, refuse: Refuse) -> int:
+    size = getattr(theirs, key, None)
+    if not isinstance(size, int) or size < 1:
+        raise refuse(f"its configuration has no {key}, or a senseless one ({size!r})")
+    return size
+
+
+def _check_class(model_class: Any, architecture: str, refuse: Refuse) -> None:
+    """A name that the library does not have is an older one of the same (its model_type was found)."""
+    if model_class is None:
+        raise refuse("transformers has no class of it that generates text")
+    name = model_class.__name__
+    if architecture != name and hasattr(transformers, architecture):
+        raise refuse(f"its weights are not those of a language model, which would be {name}")
+    if not model_class._supports_attention_backend:
+        raise refuse(f"attention cannot be replaced in transformers' {name}")
+
+
+def _check_calls(recorder: _Recorder, num_layers: int, refuse: Refuse) -> None:
+    if recorder.complaints:
+        raise refuse(f"it needs {recorder.complaints[0]}")
+    layers = [call.layer for call in recorder.calls]
+    if sorted(layers) != list(range(num_layers)):
+        raise refuse(
+            f"not each of its {num_layers} layers keeps keys and values of its own, once (there were {len(layers)} "
+            f"calls for attention, of {len(set(layers))} layers)"
+        )
+    recorder.calls.sort(key=lambda call: call.layer)
+
+
+def _stretch(theirs: Any) -> float:
+    rope = getattr(theirs, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type") not in ("linear", "dynamic"):
+        return 1.0
+    return max(1.0, float(rope.get("factor") or 1.0))

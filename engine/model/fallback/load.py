@@ -1,0 +1,126 @@
+"""Weights into a class of transformers, our layers into it, and a check of what came out beside the library's own code.
+
+The check is what makes it safe to serve classes that nobody here has read: one that looks at anything which Octavo does
+not keep (another's keys, a mask, a state) gives other numbers over a few tokens, and is refused.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import DynamicCache
+
+from engine.errors import StartupError
+from engine.model.fallback.attention import NAME
+from engine.model.fallback.config import TransformersConfig, configured, model_class_of, quiet, reason
+from engine.model.fallback.model import TransformersModel, fix_rope, replace_layers
+from engine.model.weights import SafetensorsSource, named
+
+PROMPT, THEIR_CHUNKS, OUR_CHUNKS = 12, [8, 3, 1], [5, 7]
+"""Tokens of the check, and how each side is fed: differently, so that what mixes a call's tokens shows."""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Of the size of the logits. Another mask, or a forgotten state, differs by about 1."""
+
+
+def load_transformers_model(
+    config: TransformersConfig,
+    dtype: torch.dtype,
+    window: int,
+    progress: Callable[[float], None],
+    device: torch.device,
+) -> TransformersModel:
+    """In eval mode. Raises `StartupError` for weights that are missing, damaged or do not fit, and for a class that
+    does not give transformers' own numbers over Octavo's attention."""
+    SafetensorsSource(config.path)  # its words about missing and damaged files
+    theirs, model_class = model_class_of(config.path, config.trust_remote_code)
+    try:
+        with quiet():
+            model, found = model_class.from_pretrained(
+                config.path,
+                config=configured(theirs, dtype),
+                dtype=dtype,
+                attn_implementation=NAME,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise StartupError(f"--model: the weights in {config.path} cannot be loaded ({reason(error)}).") from error
+    for key, words in (("missing_keys", "lacks"), ("mismatched_keys", "holds, in another shape,")):
+        if names := sorted(str(name) for name in found.get(key) or ()):
+            raise StartupError(
+                f"--model: {config.path} {words} {named(names)}: the weights and the configuration do not belong "
+                "together."
+            )
+    model.eval().requires_grad_(False).to(device)
+    fix_rope(model, window)
+    ids = torch.arange(PROMPT, device=device) * 31 % config.vocab_size
+    expected = _theirs(model, ids)
+    replace_layers(model, progress)
+    ours = TransformersModel(model).eval()
+    differences = (_ours(ours, config, ids) - expected).norm(dim=1) / expected.norm(dim=1)
+    difference = float(differences.median())  # of the rows: a near tie between experts may turn over in one
+    if not difference <= TOLERANCE[dtype]:
+        raise StartupError(
+            f"--model: {config.architecture} does not give transformers' own numbers over a paged KV cache (they are "
+            f"off by {difference:.2g} of their size): it keeps or reads something that Octavo does not know of."
+        )
+    return ours
+
+
+def _theirs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [PROMPT, vocab] by the library's own attention, experts and cache."""
+    model.set_attn_implementation("eager")
+    if has_experts := model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    options = {keyword: DynamicCache(config=model.config), "use_cache": True}
+    with quiet(), torch.inference_mode():
+        logits = [model(input_ids=chunk[None], **options).logits[0] for chunk in torch.split(ids, THEIR_CHUNKS)]
+    model.set_attn_implementation(NAME)
+    if has_experts:
+        model.set_experts_implementation(NAME)
+    return torch.cat(logits).float()
+
+
+class _Contiguous:
+    """A step over keys and values that are kept side by side: Octavo's arithmetic without its pages."""
+
+    def __init__(self, windows: dict[int, int | None]) -> None:
+        self.windows = windows
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | torch.Tensor,
+        others: dict[str, Any],
+    ) -> torch.Tensor:
+        layer = module.layer_idx
+        assert isinstance(layer, int)
+        if layer in self._kept:
+            k, v = (torch.cat(parts) for parts in zip(self._kept[layer], (k, v), strict=True))
+        self._kept[layer] = k, v
+        keys = torch.arange(len(k), device=k.device)
+        rows = keys[len(k) - len(q) :, None]
+        seen = keys <= rows
+        if (window := self.windows[layer]) is not None:
+            seen &= keys > rows - window
+        q, k, values = (x.transpose(0, 1)[None].float() for x in (q, k, v))
+        out = functional.scaled_dot_product_attention(q, k, values, attn_mask=seen, scale=float(scale), enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1).to(v.dtype)
+
+
+def _ours(model: TransformersModel, config: TransformersConfig, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [PROMPT, vocab] by the model as it will serve."""
+    step = _Contiguous({call.layer: call.window for call in config.calls})
+    positions = torch.arange(len(ids), device=ids.device)
+    with torch.inference_mode():
+        chunks = zip(torch.split(ids, OUR_CHUNKS), torch.split(positions, OUR_CHUNKS), strict=True)
+        return torch.cat([model.logits(model.run(*chunk, step)) for chunk in chunks]).float()

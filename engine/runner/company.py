@@ -1,0 +1,71 @@
+"""Does a sequence's answer have the same bits alone and in company? Asked of the whole model, on this machine."""
+
+import torch
+
+from engine.messages import NewRow, StepPlan
+from engine.runner.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
+
+LENGTHS = (21, 1, 13, 34)
+"""Prompts of the company; the first is the one that is asked about."""
+
+
+def matters(runner: ModelRunner) -> bool:
+    """Whether the first logits of a prompt change by a bit when others are computed in the same step.
+
+    Call it before any request: it uses the first slots and blocks, and leaves both as they were. Where the limits leave
+    no room for a step of two, nothing can be changed by company.
+    """
+    limits, block_size = runner.limits, runner.rows.block_size
+    lengths: list[int] = []
+    blocks = [0]
+    for length in LENGTHS[: limits.max_num_seqs]:
+        length = min(length, limits.max_model_len - 1, limits.max_num_batched_tokens - sum(lengths))
+        end = blocks[-1] + -(-length // block_size)
+        if length < 1 or end > min(len(pool) for pool in runner.pools):
+            break
+        lengths.append(length)
+        blocks.append(end)
+    if len(lengths) < 2:
+        return False
+    rows = [
+        NewRow(
+            slot=slot,
+            request_id=f"company-{slot}",
+            token_ids=[(31 * place + 7 * slot) % runner.config.vocab_size for place in range(length)],
+            num_prompt_tokens=length,
+            params=SamplingParams(),
+            index=0,
+            block_ids=[list(range(blocks[slot], blocks[slot + 1]))] * len(runner.pools),
+            num_computed=0,
+        )
+        for slot, length in enumerate(lengths)
+    ]
+    alone = _first_logits(runner, rows[:1])
+    together = _first_logits(runner, rows[1:] + rows[:1])
+    for pool in runner.pools:
+        pool[: blocks[-1]] = 0
+    return not torch.equal(alone[-1], together[-1])
+
+
+def _first_logits(runner: ModelRunner, rows: list[NewRow]) -> torch.Tensor:
+    """[rows, vocab]; the slots are free again afterwards."""
+    slots = [row.slot for row in rows]
+    plan = StepPlan(
+        step=-1,
+        slots=slots,
+        num_tokens=[len(row.token_ids) for row in rows],
+        samples=[True] * len(rows),
+        new_rows=rows,
+        new_blocks=[],
+        copies=[],
+        transfers=[],
+        freed_slots=[],
+    )
+    runner.apply(plan)
+    hidden = runner.forward(plan)
+    assert hidden is not None
+    logits = runner.logits(hidden).clone()
+    for slot in slots:
+        runner.rows.release(slot)
+    return logits

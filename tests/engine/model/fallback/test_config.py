@@ -1,0 +1,147 @@
+"""What is read off a class of transformers without weights, and every refusal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import FALLBACKS, build, quiet
+
+from configs.kv import KVFormat
+from engine.errors import StartupError
+from engine.model.fallback.config import TransformersConfig
+from engine.model.registry import read_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+
+
+def config_of(folder: Path, kind: str, **values: Any) -> Path:
+    """A folder with the config.json that transformers writes; there are no weights."""
+    with quiet():
+        config = transformers.AutoConfig.for_model(kind, **{**SIZES, **values})
+        name = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+        config.architectures = [name]
+        config.save_pretrained(folder)
+    return folder
+
+
+def change(folder: Path, **values: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return folder
+
+
+def read(folder: Path) -> TransformersConfig:
+    config = read_config(folder, trust_remote_code=False)
+    assert isinstance(config, TransformersConfig)
+    return config
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(StartupError) as caught:
+        read_config(folder, trust_remote_code=False)
+    message = str(caught.value)
+    assert message.startswith("--model: ") and "\n" not in message and "Supported are LlamaForCausalLM" in message
+    return message
+
+
+@pytest.mark.parametrize("name", sorted(FALLBACKS))
+def test_sizes_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    config = read(build(tmp_path, FALLBACKS[name]))
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    tied = FALLBACKS[name].tied
+    assert config.num_parameters == numbers and config.vocab_size == 260 and config.window == config.max_window == 512
+    assert config.weight_bytes("bfloat16") == 2 * (numbers + tied * model.get_input_embeddings().weight.numel())
+    layers = config.kv_layers(KVFormat.BF16)
+    assert [(layer.kv_heads, layer.head_dim) for layer in layers] == [(FALLBACKS[name].num_kv_heads, 16)] * len(layers)
+
+
+def test_windows_by_layer(tmp_path: Path) -> None:
+    layers = read(build(tmp_path, FALLBACKS["cohere2"])).kv_layers(KVFormat.FP32)
+    assert [layer.window for layer in layers] == [24, None, 24]
+
+
+def test_a_window_that_no_text_exceeds_is_none(tmp_path: Path) -> None:
+    layers = read(config_of(tmp_path, "cohere2", sliding_window=256)).kv_layers(KVFormat.FP32)
+    assert [layer.window for layer in layers] == [None, None]
+
+
+@pytest.mark.parametrize(("kind", "stretched"), [("linear", 1024), ("dynamic", 1024), ("llama3", 256)])
+def test_window_that_may_be_asked_for(kind: str, stretched: int, tmp_path: Path) -> None:
+    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, **(more if kind == "llama3" else {})}
+    config = read(config_of(tmp_path, "olmo2", rope_parameters=rope))
+    assert (config.window, config.max_window) == (256, stretched)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        ("bloom", {}, "attention cannot be replaced in transformers' BloomForCausalLM"),
+        ("mamba", {}, "attention cannot be replaced in transformers' MambaForCausalLM"),
+        ("gemma2", {}, "it needs attention with softcap"),
+        ("gpt_oss", {"layer_types": ["full_attention", "full_attention"]}, "it needs attention with s_aux"),
+        ("diffllama", {}, "not each of its 2 layers keeps keys and values of its own, once (there were 4 calls"),
+        ("doge", {}, "it needs attention with attention_mask"),
+        ("nemotron", {}, "its layers do not pass on what attention is given"),
+        ("deepseek_v2", {}, "multi-head latent attention is not supported (it has a kv_lora_rank)"),
+        ("minimax", {}, "layers of the kind linear_attention are not supported"),
+        ("bart", {}, "encoder-decoder models are not supported"),
+    ],
+)
+def test_refusals(kind: str, values: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in refusal(config_of(tmp_path, kind, **values))
+
+
+def test_defaults_of_the_class_are_checked_too(tmp_path: Path) -> None:
+    """config.json need not say what the class assumes."""
+    folder = config_of(tmp_path, "deepseek_v2")
+    values = json.loads((folder / "config.json").read_text())
+    del values["kv_lora_rank"]
+    (folder / "config.json").write_text(json.dumps(values))
+    assert "multi-head latent attention" in refusal(folder)
+
+
+def test_weights_of_another_task(tmp_path: Path) -> None:
+    folder = change(config_of(tmp_path, "olmo2"), architectures=["Olmo2ForSequenceClassification"])
+    assert "not those of a language model, which would be Olmo2ForCausalLM" in refusal(folder)
+
+
+def test_older_name_of_a_class(tmp_path: Path) -> None:
+    assert read(change(config_of(tmp_path, "olmo2"), architectures=["OLMo2LMForCausalLM"])).num_parameters > 0
+
+
+def test_unknown_to_the_library(tmp_path: Path) -> None:
+    folder = change(config_of(tmp_path, "olmo2"), model_type="olmo9", architectures=["Olmo9ForCausalLM"])
+    assert f"transformers {transformers.__version__} does not have it" in refusal(folder)
+
+
+def test_code_of_its_own_is_not_run_unasked(tmp_path: Path) -> None:
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    folder = change(config_of(tmp_path, "olmo2"), model_type="own", auto_map=own, architectures=["OwnForCausalLM"])
+    (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
+    assert "--trust-remote-code" in refusal(folder)
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 0), ("max_position_embeddings", None)])
+def test_senseless_sizes(key: str, value: Any, tmp_path: Path) -> None:
+    assert key in refusal(change(config_of(tmp_path, "olmo2"), **{key: value}))
+
+
+def test_nothing_is_allocated(tmp_path: Path) -> None:
+    """A model of 10^13 numbers."""
+    config = read(config_of(tmp_path, "olmo2", hidden_size=2**20, intermediate_size=2**21, num_attention_heads=2**13))
+    assert config.num_parameters > 10**13 and torch.get_default_device() == torch.device("cpu")

@@ -1,0 +1,243 @@
+"""Weights into classes of transformers: what is loaded, refused and checked."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import FALLBACKS, TinyModel, build, longrope
+from torch import nn
+
+from configs.model_rope import RopeConfig
+from engine.errors import StartupError
+from engine.model.fallback.attention import PackedExperts
+from engine.model.fallback.model import TransformersModel
+from engine.model.layers.linear import Linear
+from engine.model.layers.rotary import inverse_frequencies
+from engine.model.registry import load_model, read_config
+
+CODE = """
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.olmo2.modeling_olmo2 import eager_attention_forward
+
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own"
+
+    def __init__(self, vocab_size=260, hidden_size=32, num_hidden_layers=2, max_position_embeddings=128, **others):
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(**others)
+
+
+class Block(nn.Module):
+    num_key_value_groups = 1
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config, self.layer_idx = config, layer
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+
+    def forward(self, x, cache, **others):
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, _ = attend(self, q, k, v, others.pop("mask"), scaling=q.shape[-1] ** -0.5, **others)
+        return x + out.reshape(x.shape) SUM
+
+
+class OwnPreTrained(PreTrainedModel):
+    config_class = OwnConfig
+    _supports_attention_backend = True
+    base_model_prefix = "model"
+
+    def _init_weights(self, module):
+        pass
+
+
+class OwnModel(OwnPreTrained):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.place = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def forward(self, input_ids=None, position_ids=None, cache=None, use_cache=None, **others):
+        kept = 0 if cache is None else cache.get_seq_length()
+        if position_ids is None:
+            position_ids = kept + torch.arange(input_ids.shape[1])[None]
+        mask = None
+        if self.config._attn_implementation == "eager":
+            total = kept + input_ids.shape[1]
+            mask = torch.full((input_ids.shape[1], total), float("-inf")).triu(1 + kept)[None, None]
+        x = self.embed(input_ids) + self.place(position_ids)
+        for block in self.blocks:
+            x = block(x, cache, mask=mask, **others)
+        return BaseModelOutputWithPast(last_hidden_state=x)
+
+
+class OwnForCausalLM(OwnPreTrained):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = OwnModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids=None, inputs_embeds=None, cache=None, **others):
+        x = self.model(input_ids=input_ids, inputs_embeds=inputs_embeds, cache=cache, **others).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(x))
+"""
+
+
+def own_model(folder: Path, sum_of: str = "") -> Path:
+    """A model whose code is in its folder. sum_of: what its blocks add beside attention."""
+    (folder / "own.py").write_text(CODE.replace("SUM", sum_of))
+    config = {
+        "architectures": ["OwnForCausalLM"],
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+        "vocab_size": 260,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"model.embed.weight": (260, 32), "model.place.weight": (128, 32), "lm_head.weight": (260, 32)}
+    for layer in range(2):
+        shapes |= {f"model.blocks.{layer}.qkv.weight": (96, 32), f"model.blocks.{layer}.qkv.bias": (96,)}
+    weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def load(
+    folder: Path, dtype: torch.dtype = torch.float32, window: int = 256, trust_remote_code: bool = False
+) -> TransformersModel:
+    config = read_config(folder, trust_remote_code)
+    seen: list[float] = []
+    model = load_model(folder, config, dtype, window, seen.append)
+    assert isinstance(model, TransformersModel) and seen == sorted(seen) and seen[-1] == 1.0
+    return model
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(StartupError) as caught:
+        load(folder, **options)
+    message = str(caught.value)
+    assert message.startswith("--model: ") and "\n" not in message
+    return message
+
+
+# ------------------------------------------------------------------ what is put in
+@pytest.mark.parametrize("name", sorted(FALLBACKS))
+def test_every_linear_layer_is_ours(name: str, tmp_path: Path) -> None:
+    model = load(build(tmp_path, FALLBACKS[name]))
+    kinds = [type(module) for module in model.modules()]
+    assert not any(issubclass(kind, nn.Linear) or kind.__name__ == "Conv1D" for kind in kinds)
+    assert sum(issubclass(kind, Linear) for kind in kinds) >= 2 * FALLBACKS[name].num_layers + 1
+    assert not any(parameter.requires_grad for parameter in model.parameters()) and not model.training
+
+
+def test_experts_are_packed_and_not_kept_twice(tmp_path: Path) -> None:
+    model = load(build(tmp_path, FALLBACKS["mixtral"]))
+    experts = [module for module in model.modules() if hasattr(module, "packed_experts")]
+    assert len(experts) == 2
+    for module in experts:
+        assert isinstance(module.packed_experts, PackedExperts) and len(module.packed_experts.first) == 4
+        assert module.gate_up_proj is None and module.down_proj is None
+
+
+# ------------------------------------------------------------------ positions
+ROPES = {
+    "dynamic": ({"rope_type": "dynamic", "factor": 4.0}, RopeConfig("dynamic", 10000.0, 4.0)),
+    "longrope": (longrope(8), None),
+}
+
+
+@pytest.mark.parametrize("window", [48, 64, 200])
+def test_frequencies_follow_the_window_and_stay(window: int, tmp_path: Path) -> None:
+    """As for our own families; transformers would look at each call's longest position."""
+    rope, ours = ROPES["dynamic"]
+    folder = build(tmp_path, TinyModel(kind="olmo2", rope=rope, max_position=64))
+    assert ours is not None
+    model = load(folder, window=window)
+    found = model.body.rotary_emb
+    torch.testing.assert_close(found.inv_freq, inverse_frequencies(ours, 16, 64, window), rtol=1e-6, atol=0)
+    before = found.inv_freq.clone()
+    for position in (0, 30, 63, 190):
+        found(torch.zeros(1), torch.tensor([[position]]))
+    assert torch.equal(found.inv_freq, before)
+
+
+@pytest.mark.parametrize(("window", "divisor"), [(64, 1.0), (200, 1.5)])
+def test_longrope_takes_one_set(window: int, divisor: float, tmp_path: Path) -> None:
+    extra = {"original_max_position_embeddings": 64}
+    rope = {**longrope(8), **extra, "factor": 4.0}
+    folder = build(tmp_path, TinyModel(kind="olmo2", rope=rope, max_position=256, extra=extra))
+    found = load(folder, window=window).body.rotary_emb
+    assert found.inv_freq[0] == pytest.approx(1.0 / divisor)
+    for position in (0, 100):
+        found(torch.zeros(1), torch.tensor([[position]]))
+    assert found.inv_freq[0] == pytest.approx(1.0 / divisor)
+
+
+# ------------------------------------------------------------------ what is refused
+def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+    folder = build(tmp_path, FALLBACKS["olmo2"])
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "lacks model.layers.1.mlp.up_proj.weight" in refusal(folder)
+
+
+def test_weights_of_another_shape(tmp_path: Path) -> None:
+    folder = build(tmp_path, FALLBACKS["olmo2"])
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 112}))
+    message = refusal(folder)
+    assert "down_proj.weight" in message or "do not belong together" in message or "cannot be loaded" in message
+
+
+def test_damaged_and_absent_files(tmp_path: Path) -> None:
+    folder = build(tmp_path, FALLBACKS["olmo2"])
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    assert "damaged or incomplete" in refusal(folder)
+    weights.unlink()
+    assert "no weights" in refusal(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    assert "no safetensors, only pytorch_model.bin" in refusal(folder)
+
+
+# ------------------------------------------------------------------ code that comes with the model
+def test_own_code_runs_where_it_is_trusted(tmp_path: Path) -> None:
+    folder = own_model(tmp_path)
+    assert "--trust-remote-code" in refusal(folder)
+    assert isinstance(load(folder, window=100, trust_remote_code=True), TransformersModel)
+
+
+@pytest.mark.parametrize(
+    "sum_of",
+    ["+ x.flip(1)", "+ x.cumsum(1)", "+ 0.5 * x.mean(1, keepdim=True)"],
+    ids=["later tokens", "a state", "the whole step"],
+)
+def test_a_model_that_keeps_more_than_keys_and_values_is_found_out(sum_of: str, tmp_path: Path) -> None:
+    """By numbers: nothing in its calls for attention shows it."""
+    folder = own_model(tmp_path, sum_of)
+    message = refusal(folder, window=100, trust_remote_code=True)
+    assert "OwnForCausalLM does not give transformers' own numbers" in message

@@ -1,0 +1,120 @@
+"""The path of a GPU, as far as a CPU can walk it: a model whose every tensor is where it was told to be, and whole
+engines with the batches' copy, the kernels and the attention that serve a GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from engines import CPU, Engine, Loaded
+from tiny_models import FAMILIES, VARIANTS
+
+from configs.supported import read_model
+from engine.messages import NewRow, StepPlan
+from engine.model.registry import load_model
+from engine.runner.prepare import BatchBuilder
+from engine.runner.request_rows import RequestRows
+from engine.runner.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams
+from kernels import ops, reference
+from kernels.reference import attention
+
+META = torch.device("meta")
+PROMPTS = [[(7 * i * i + 3 * i + 1) % 256 for i in range(length)] for length in (61, 3, 30, 17)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+class CopyLink:
+    """Copies at once, and counts."""
+
+    def __init__(self) -> None:
+        self.num_copies = 0
+
+    def buffer(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int64)
+
+    def send(self, source: torch.Tensor, destination: torch.Tensor) -> Callable[[], None]:
+        self.num_copies += 1
+        destination.copy_(source)
+        return lambda: None
+
+
+class AttentionThere:
+    """Attention that looks where its tensors are, and answers with one of the right shape."""
+
+    name = "none (test)"
+
+    def forward(self, layer, q, k, v, batch, scale):
+        assert q.device == k.device == v.device == batch.slot_mapping[0].device == META
+        return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_is_wholly_on_its_device(name: str, tmp_path: Path) -> None:
+    """On the device without memory: mixing it with the CPU is an error, and so is a way back."""
+    folder = tiny_models.build(tmp_path, VARIANTS[name])
+    config = read_model(folder)
+    model = load_model(folder, config, torch.bfloat16, 64, lambda fraction: None, META)
+    assert {buffer.device for buffer in model.buffers()} == {META}
+    assert torch.get_default_device() == CPU, "no trace of it is left in the process"
+    rows, link = RequestRows(2, 64, 16), CopyLink()
+    rows.admit(NewRow(1, "a", list(range(9)), 9, SamplingParams(), 0, [[5]], 0), config.vocab_size)
+    empty = {"new_rows": [], "new_blocks": [], "copies": [], "transfers": [], "freed_slots": []}
+    plan = StepPlan(step=0, slots=[1], num_tokens=[9], samples=[True], **empty)
+    batch = BatchBuilder(rows, 64, META, link).build(plan)
+    assert link.num_copies == 1
+    with torch.inference_mode():
+        logits = model.logits(model.hidden(batch, AttentionThere()))
+    assert logits.device == META and logits.shape == (1, config.vocab_size) and logits.dtype is torch.bfloat16
+
+
+def test_position_tables_have_the_same_bits_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed on the CPU: what another device makes of a cosine does not matter."""
+    folder = tiny_models.build(tmp_path)
+    computed = []
+    cos = torch.Tensor.cos
+    monkeypatch.setattr(torch.Tensor, "cos", lambda x: computed.append(x.device) or cos(x))
+    load_model(folder, read_model(folder), torch.float32, 64, lambda fraction: None, META)
+    assert set(computed) == {CPU}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_serves_a_gpu_gives_the_same_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_models.build(tmp_path, VARIANTS[name])
+    expected = Engine(Loaded.load(folder, torch.float32, 128), chunk=64).run(PROMPTS, GREEDY)
+    monkeypatch.setattr(ops, "_serve", lambda op, tensor: getattr(reference, op))
+    monkeypatch.setattr(attention, "attend_alone", attention.attend_together)
+    loaded = Loaded.load(folder, torch.float32, 128)
+    engine, link = Engine(loaded, chunk=64), CopyLink()
+    runner = engine.executor.runner
+    runner._builder = BatchBuilder(runner.rows, 64, CPU, link)
+    engine.executor.warm_up(largest=True)
+    assert [result.token_ids for result in engine.run(PROMPTS, GREEDY)] == [one.token_ids for one in expected]
+    assert link.num_copies > 8
+    assert Engine(loaded, chunk=7).run(PROMPTS[:1], GREEDY)[0].token_ids == expected[0].token_ids
+
+
+@pytest.mark.parametrize(("sequences", "tokens", "num_blocks"), [(6, 100, 64), (6, 100, 5), (1, 40, 64)])
+def test_the_largest_warm_up_is_as_large_as_a_step_may_be(sequences, tokens, num_blocks, tmp_path: Path) -> None:
+    loaded = Loaded.load(tiny_models.build(tmp_path), torch.float32, 128)
+    engine = Engine(loaded, max_num_seqs=sequences, chunk=tokens, num_blocks=num_blocks)
+    runner, seen = engine.executor.runner, []
+    forward = runner.forward
+    runner.forward = lambda plan: seen.append((len(plan.slots), sum(plan.num_tokens))) or forward(plan)
+    engine.executor.warm_up(largest=True)
+    count = min(sequences, num_blocks)
+    length = min(tokens // count, num_blocks // count * 16 - 1)
+    assert seen[0] == (count, count * length) and not runner.pools[0].any() and not runner.rows.lengths.any()
+
+
+def test_logits_that_the_device_lost_are_nobody_in_particulars_fault() -> None:
+    """A step's logits that cannot be fetched end the engine, rather than fail its requests one by one for ever."""
+
+    class Lost:
+        def cpu(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        Sampler(RequestRows(2, 16, 2), 40, ()).sample(Lost(), np.arange(2))
