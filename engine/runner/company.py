@@ -11,7 +11,8 @@ LENGTHS = (21, 1, 13, 34)
 
 
 def matters(runner: ModelRunner) -> bool:
-    """Whether the first logits of a prompt change by a bit when others are computed in the same step.
+    """Whether the first logits of a prompt, computed token by token, have other bits than when all its tokens are
+    computed in one step, together with others.
 
     Call it before any request: it uses the first slots and blocks, and leaves both as they were. Where the limits leave
     no room for a step of two, nothing can be changed by company.
@@ -41,31 +42,37 @@ def matters(runner: ModelRunner) -> bool:
         )
         for slot, length in enumerate(lengths)
     ]
-    alone = _first_logits(runner, rows[:1])
-    together = _first_logits(runner, rows[1:] + rows[:1])
+    alone = _first_logits(runner, rows[:1], step=1)
+    together = _first_logits(runner, rows[1:] + rows[:1], step=limits.max_num_batched_tokens)
     for pool in runner.pools:
         pool[: blocks[-1]] = 0
     return not torch.equal(alone[-1], together[-1])
 
 
-def _first_logits(runner: ModelRunner, rows: list[NewRow]) -> torch.Tensor:
-    """[rows, vocab]; the slots are free again afterwards."""
-    slots = [row.slot for row in rows]
-    plan = StepPlan(
-        step=-1,
-        slots=slots,
-        num_tokens=[len(row.token_ids) for row in rows],
-        samples=[True] * len(rows),
-        new_rows=rows,
-        new_blocks=[],
-        copies=[],
-        transfers=[],
-        freed_slots=[],
-    )
-    runner.apply(plan)
-    hidden = runner.forward(plan)
-    assert hidden is not None
-    logits = runner.logits(hidden).clone()
+def _first_logits(runner: ModelRunner, rows: list[NewRow], step: int) -> torch.Tensor:
+    """[rows, vocab]: of prompts computed in the same steps, of at most `step` tokens each. The slots are free again
+    afterwards."""
+    slots, left = [row.slot for row in rows], [len(row.token_ids) for row in rows]
+    logits = torch.empty(0)
+    new_rows = rows
+    while any(left):
+        tokens = [min(step, count) for count in left]
+        left = [count - now for count, now in zip(left, tokens, strict=True)]
+        plan = StepPlan(
+            step=-1,
+            slots=slots,
+            num_tokens=tokens,
+            samples=[True] * len(slots),
+            new_rows=new_rows,
+            new_blocks=[],
+            copies=[],
+            transfers=[],
+            freed_slots=[],
+        )
+        runner.apply(plan)
+        hidden = runner.forward(plan)
+        assert hidden is not None
+        logits, new_rows = runner.logits(hidden).clone(), []
     for slot in slots:
         runner.rows.release(slot)
     return logits
