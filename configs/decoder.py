@@ -8,7 +8,7 @@ from typing import Literal
 from configs.kv import KVFormat, LayerKV
 from configs.model import ITEMSIZE, DType, GenerationDefaults, SizedConfig, architecture, declared_dtype
 from configs.model_fields import Fields
-from configs.model_rope import RopeConfig, RopeContext, read_rope, read_theta, rope_parameters
+from configs.model_rope import RopeConfig, RopeContext, read_rope, read_theta, rope_parameters, windows
 
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -53,15 +53,11 @@ class DecoderConfig(SizedConfig):
 
     @property
     def window(self) -> int:
-        if self.rope.kind == "yarn":
-            return max(self.max_position, int(self.rope.factor * self.rope.original_max_position))
-        return self.max_position
+        return windows(self.rope.kind, self.rope.factor, self.rope.original_max_position, self.max_position)[0]
 
     @property
     def max_window(self) -> int:
-        """Tokens of context that may be asked for: linear and dynamic scaling stretch the window by their factor."""
-        stretched = self.rope.kind in ("linear", "dynamic")
-        return int(self.max_position * self.rope.factor) if stretched else self.window
+        return windows(self.rope.kind, self.rope.factor, self.rope.original_max_position, self.max_position)[1]
 
     def kv_layers(self, format: KVFormat) -> tuple[LayerKV, ...]:
         return tuple(LayerKV(self.num_kv_heads, self.head_dim, format, window) for window in self.layer_windows)

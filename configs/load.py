@@ -204,6 +204,12 @@ def _is_list(name: str) -> bool:
 
 
 # ---------------------------------------------------------------- environment
+def environment_without_secrets() -> dict[str, str]:
+    """This process's variables for a child that runs a model's code: without keys, passwords and the Hub's token."""
+    secret = {PREFIX + field.upper() for field in SECRET_FIELDS} | {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
+    return {name: value for name, value in os.environ.items() if name not in secret}
+
+
 def _read_environment(environ: Mapping[str, str]) -> _Source:
     """`OCTAVO_*` as raw values by field name, and 'config'. Raises `SettingsError` for a name that is none of ours."""
     known = {PREFIX + name.upper(): name for name in (*FIELDS, "config")}

@@ -63,6 +63,17 @@ def read_theta(fields: Fields, key: str, default: float) -> float:
     return theta
 
 
+def windows(kind: str, factor: float, original: int, max_position: int) -> tuple[int, int]:
+    """(tokens of context served by default, tokens that may be asked for) of a scaling by `factor`.
+
+    original: tokens of the window before it was scaled; max_position: of the window that the model declares. YaRN's is
+    the larger of both ways to say it; linear and dynamic scaling stretch on request.
+    """
+    if kind == "yarn":
+        max_position = max(max_position, int(factor * original))
+    return max_position, int(max_position * factor) if kind in ("linear", "dynamic") else max_position
+
+
 def read_rope(context: RopeContext, given: Fields) -> RopeConfig:
     """`given`: the parameters. Raises `StartupError` naming what is senseless."""
     if any(isinstance(value, dict) for value in given.values.values()):

@@ -142,8 +142,8 @@ def _exactness(runner: ModelRunner, device: Device) -> str:
         return ON_A_GPU
     layers = {name: module.packed for name, module in runner.model.named_modules() if isinstance(module, Linear)}
     failures = inexact(layers, device.dtype)
-    if not failures and company.matters(runner):
-        failures = {"the model": "other bits beside others than alone"}
+    if not failures and (reason := company.compare(runner)):
+        failures = {"the model": reason}
     if failures:
         logger.warning("Answers %s.", report_exactness(failures))
     return report_exactness(failures)

@@ -1,8 +1,9 @@
 """Octavo without HTTP: the same core, driven from one thread."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Self
 
 from configs.settings import Settings
@@ -17,6 +18,7 @@ from engine.source import resolve
 from engine.text.output_processor import OutputProcessor
 
 Prompt = str | list[int]
+PROMPTS = "prompts must be texts and lists of token ids, or one list of ids"
 
 
 @dataclass
@@ -70,14 +72,16 @@ class LLM:
         self.shutdown()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Completes each prompt (text, or token ids), all together; results in the order of the prompts.
 
-        Raises `InvalidRequest` before anything runs, `RequestFailed` where a sequence fails.
+        Raises `InvalidRequest` or `TypeError` before anything runs, `RequestFailed` where a sequence fails.
         """
         batch = _as_batch(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
+        if not all(isinstance(one, SamplingParams) for one in each):
+            raise TypeError("params must be SamplingParams, one or as many as there are prompts")
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts need as many sampling params, or one; got {len(each)}")
         return self._run([self._encode(prompt) for prompt in batch], each)
@@ -111,7 +115,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt, add_special_tokens=True)
-        return None, list(prompt)
+        return None, prompt
 
     def _run(self, prompts: list[tuple[str | None, list[int]]], params: list[SamplingParams]) -> list[RequestOutput]:
         core = self._core
@@ -154,15 +158,34 @@ class LLM:
                 self._core.abort([output.request_id], "stop")
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt may be given bare: a text, or a list of token ids."""
+def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt may be given bare: a text, or a list of token ids. Raises `TypeError` for what is neither."""
     if isinstance(prompts, str):
         return [prompts]
-    ids = [item for item in prompts if isinstance(item, int)]
-    batch = [item for item in prompts if not isinstance(item, int)]
-    if ids and batch:
-        raise TypeError("prompts must be texts and lists of token ids, or one list of ids; got token ids among them")
-    return [ids] if ids else batch
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(f"{PROMPTS}; got {type(prompts).__name__}")
+    batch: list[Any] = list(prompts)
+    are_ids = [_is_id(item) for item in batch]
+    if any(are_ids):
+        if not all(are_ids):
+            raise TypeError(f"{PROMPTS}; got token ids among them")
+        return [list(map(int, batch))]
+    return [prompt if isinstance(prompt, str) else _ids(prompt) for prompt in batch]
+
+
+def _ids(prompt: Any) -> list[int]:
+    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+        raise TypeError(f"{PROMPTS}; got {type(prompt).__name__} among them")
+    items = list(prompt)
+    if not all(map(_is_id, items)):
+        wrong = next(item for item in items if not _is_id(item))
+        raise TypeError(f"{PROMPTS}; got {type(wrong).__name__} among token ids")
+    return list(map(int, items))
+
+
+def _is_id(item: object) -> bool:
+    """numpy's integers are some too."""
+    return isinstance(item, Integral) and not isinstance(item, bool)
 
 
 def _append(choice: CompletionOutput, delta: TextDelta) -> None:

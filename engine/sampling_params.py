@@ -1,6 +1,7 @@
 """How one request wants its tokens chosen."""
 
 from collections.abc import Iterator
+from numbers import Integral, Real
 
 import msgspec
 
@@ -14,6 +15,8 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_ALLOWED_TOKEN_IDS = 65536
+_INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _RANGES = {
     "n": (1, MAX_N),
     "temperature": (0, 2),
@@ -64,6 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """(seed, choice index, position) keys the generator; None: each request draws its own seed."""
     stop: tuple[str, ...] = ()
+    """One may be given bare."""
     include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -77,9 +81,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        problems = [InvalidRequest(message, name, "invalid_value") for name, message in self._problems()]
-        if problems:
-            raise InvalidRequest.first_of(problems)
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        for find in (self._wrong_types, self._problems):
+            problems = [InvalidRequest(message, name, "invalid_value") for name, message in find()]
+            if problems:
+                raise InvalidRequest.first_of(problems)
+
+    def _wrong_types(self) -> Iterator[tuple[str, str]]:
+        """(field, sentence) for each value of another kind; Python itself checks none."""
+        for names, kind, words in ((_INTEGERS, Integral, "an integer"), (_NUMBERS, Real, "a number")):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                    yield name, f"{name} must be {words}, got {value!r:.60}."
+        if not all(isinstance(text, str) for text in self.stop):
+            yield "stop", f"stop must be strings, got {self.stop!r:.60}."
+        for name, ids in self._token_ids().items():
+            if not all(issubclass(kind, Integral) for kind in set(map(type, ids))):
+                yield name, f"{name} must hold token ids, got {getattr(self, name)!r:.60}."
+
+    def _token_ids(self) -> dict[str, list[int]]:
+        """All of them, by field."""
+        return {
+            "logit_bias": list(self.logit_bias or ()),
+            "stop_token_ids": list(self.stop_token_ids),
+            "allowed_token_ids": list(self.allowed_token_ids or ()),
+            "bad_words": [token for word in self.bad_words for token in word],
+        }
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         """(field, sentence) for each thing that is wrong."""
@@ -116,13 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def check_vocabulary(self, size: int) -> None:
         """Raises `InvalidRequest` for any token id outside [0, size)."""
-        fields: dict[str, list[int]] = {
-            "logit_bias": list(self.logit_bias or ()),
-            "stop_token_ids": list(self.stop_token_ids),
-            "allowed_token_ids": list(self.allowed_token_ids or ()),
-            "bad_words": [token for word in self.bad_words for token in word],
-        }
-        for name, ids in fields.items():
+        for name, ids in self._token_ids().items():
             for token in ids:
                 if not 0 <= token < size:
                     raise InvalidRequest(

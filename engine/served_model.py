@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from configs.errors import reason_of
 from configs.settings import SECRET_FIELDS, Settings
 from configs.supported import read_model
 from engine.errors import StartupError
@@ -59,4 +60,4 @@ def _template(value: str | None) -> str | None:
             raise StartupError(f"--chat-template {value} is larger than {MAX_TEMPLATE_BYTES} bytes.")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"--chat-template {value} cannot be read: {error}.") from None
+        raise StartupError(f"--chat-template {value} cannot be read: {reason_of(error)}.") from None

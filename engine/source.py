@@ -20,6 +20,7 @@ from pathlib import Path
 
 from configs.decoder import DecoderConfig
 from configs.gguf_file import MAGIC, GGUFFile
+from configs.load import environment_without_secrets
 from configs.settings import Settings
 from configs.supported import read_model
 from engine.child import command
@@ -31,6 +32,8 @@ RAW_PROGRESS_SINCE = (24, 1)
 CHUNK = 1 << 20
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 CACHED = "Hugging Face Hub (cached)"
+CANNOT_BE_SERVED = 3
+"""Exit code of `engine/model/fallback/__main__.py`."""
 EXPECTED = (
     "expected: a .gguf file, a folder with config.json, *.safetensors and tokenizer.json, or a Hub id such as "
     "HuggingFaceTB/SmolLM2-135M-Instruct (a GGUF file of one: ID:FILE.gguf)"
@@ -177,16 +180,27 @@ def _from_hub(wanted: Wanted, name: str, progress: Progress) -> ModelSource:
     """Raises `NotFetched`, and `StartupError` for an architecture that is not served, before it fetches the weights."""
 
     def check(folder: Path) -> None:
-        if isinstance(read_model(folder), DecoderConfig):
-            return
-        asked = subprocess.run(
-            command("engine.model.fallback", str(folder), str(int(wanted.with_code))), capture_output=True, text=True
-        )
-        if words := asked.stdout.strip():
-            raise StartupError(words)
+        if not isinstance(read_model(folder), DecoderConfig):
+            _ask_library(folder, wanted.with_code)
 
     path, was_there = fetch_model(wanted, check, progress)
     return ModelSource(path, name, CACHED if was_there else "Hugging Face Hub")
+
+
+def _ask_library(folder: Path, trust_remote_code: bool) -> None:
+    """Raises `StartupError` where the library transformers has no class for the model that Octavo can serve."""
+    asked = subprocess.run(
+        command("engine.model.fallback", str(folder), str(int(trust_remote_code))),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env=environment_without_secrets(),
+    )
+    if asked.returncode == CANNOT_BE_SERVED:
+        raise StartupError(asked.stdout)
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or ["no reason was given"])[-1].rstrip(".")
+        raise StartupError(f"--model: {folder} could not be looked at by the library transformers: {last}.")
 
 
 def resolve_packaged(model: PackagedModel, *, cache: Path, progress: Progress) -> ModelSource:

@@ -8,6 +8,7 @@ import tempfile
 
 import msgspec
 
+from configs.load import environment_without_secrets
 from engine.child import command
 from engine.messages import Launch
 
@@ -26,7 +27,9 @@ class ChildProcess:
     async def spawn(self, launch: Launch) -> None:
         """Inherits no __main__ and no working directory."""
         self._process = await asyncio.create_subprocess_exec(
-            *command("engine.process", self.address), stdin=asyncio.subprocess.PIPE
+            *command("engine.process", self.address),
+            stdin=asyncio.subprocess.PIPE,
+            env=environment_without_secrets(),
         )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died at once: `wait` tells

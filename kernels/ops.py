@@ -152,6 +152,8 @@ def paged_attention(
     seq_lens: torch.Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, Hq, D] over the pages of each row's sequence -> [T, Hq * D], q's dtype.
 
@@ -160,7 +162,9 @@ def paged_attention(
     seq_len - n + i + 1 tokens, with a window the last `window` of those; other slots contribute nothing, whatever they
     hold, and entries of block_tables for blocks of which no row sees anything are never read. q: any row stride, heads
     and dims dense, dtype of the layer's format. Hq is a multiple of Hkv; query heads [h * Hq / Hkv, (h + 1) * Hq / Hkv)
-    read key/value head h. scale > 0 multiplies q . k.
+    read key/value head h. A score is q . k x scale, scale > 0; with softcap > 0 it is softcap x tanh(q . k x scale /
+    softcap), as in Gemma 2. sinks: fp32 [Hq], contiguous, for each query head the logit of no token: it takes its share
+    of the softmax and adds nothing (Xiao et al. 2023; learned in gpt-oss).
     """
     kind = pages.kind
     assert q.dim() == 3 and q.shape[2] == kind.head_dim and q.shape[1] % kind.kv_heads == 0, (q.shape, kind)
@@ -169,8 +173,11 @@ def paged_attention(
     assert query_start.shape[0] == seq_lens.shape[0] + 1 == block_tables.shape[0] + 1, (query_start, seq_lens)
     assert block_tables.stride(1) == 1 and query_start.is_contiguous() and seq_lens.is_contiguous() and scale > 0
     assert window is None or window > 0, window
+    assert softcap is None or softcap > 0, softcap
+    assert sinks is None or (sinks.shape == q.shape[1:2] and sinks.dtype == torch.float32), (sinks.shape, sinks.dtype)
+    assert sinks is None or (sinks.is_contiguous() and sinks.device == q.device), (sinks.stride(), sinks.device)
     serve = _serve("paged_attention", q)
-    out: torch.Tensor = serve(q, pages, block_tables, query_start, seq_lens, scale, window)
+    out: torch.Tensor = serve(q, pages, block_tables, query_start, seq_lens, scale, window, softcap, sinks)
     return out
 
 

@@ -9,11 +9,13 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
 
 from configs.settings import Settings
 from configs.version import VERSION
 from engine import OctavoError, configure_logging
-from server.auth import APIKeyMiddleware, Keyring
+from server.auth import APIKeyMiddleware, Keyring, open_paths
 from server.context import ServerContext
 from server.errors import HTTPError, problem_of
 from server.exposition import build_registry
@@ -23,6 +25,7 @@ from server.openapi import describe
 from server.protocol.body import Body
 from server.protocol.chat import ChatBody
 from server.protocol.completion import CompletionBody
+from server.protocol.shapes import ANSWERS
 from server.protocol.tokens import DetokenizeBody, TokenizeBody
 from server.routes import control, generate, kv, models, page, probes, tokens
 from server.serving import Serving
@@ -61,7 +64,8 @@ def create_app(context: ServerContext) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     _answer_head(app)
-    app.openapi = lambda: describe(app, SHAPES, settings.root_path)  # type: ignore[method-assign]
+    keyless = open_paths(settings.protect_metrics) if settings.api_key else None
+    app.openapi = lambda: describe(app, SHAPES, ANSWERS, keyless, settings.root_path)  # type: ignore[method-assign]
     for kind in (OctavoError, HTTPError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
@@ -91,7 +95,20 @@ def serve(settings: Settings) -> int:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        error.headers = {**(error.headers or {}), **_allow(request.scope)}
     return problem_of(error).response()
+
+
+def _allow(scope: Scope) -> dict[str, str]:
+    """The header, with every method that the path takes: the router names those of one route alone."""
+    routes = (route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute))
+    methods = {
+        method for route in routes if route.matches(scope)[0] is not Match.NONE for method in route.methods or ()
+    }
+    if "GET" in methods:
+        methods.add("HEAD")
+    return {"Allow": ", ".join(sorted(methods))} if methods else {}
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

@@ -69,6 +69,11 @@ class Keyring:
         return found
 
 
+def open_paths(protect_metrics: bool) -> frozenset[str]:
+    """What nobody needs a key for."""
+    return PROBES | PAGE | (frozenset() if protect_metrics else {METRICS})
+
+
 def _digest(key: str) -> str:
     return hashlib.sha256(b"octavo-key:" + key.encode()).hexdigest()
 
@@ -79,7 +84,7 @@ class APIKeyMiddleware:
     def __init__(self, app: ASGIApp, keyring: Keyring, protect_metrics: bool) -> None:
         self._app = app
         self._keyring = keyring
-        self._open = PROBES | PAGE | (frozenset() if protect_metrics else {METRICS})
+        self._open = open_paths(protect_metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -15,11 +15,12 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Progress:
-    """A bar a phase on a terminal, a line a phase in the log elsewhere."""
+    """A bar a phase on a terminal, a line a phase in the log elsewhere; nothing where the log leaves `info` out."""
 
     def __init__(self, stream: TextIO | None) -> None:
         """None: there is to be nothing but the log."""
-        self._terminal = stream if stream is not None and stream.isatty() else None
+        has_bars = stream is not None and stream.isatty() and logger.isEnabledFor(logging.INFO)
+        self._terminal = stream if has_bars else None
         self._phase = ""
         self._bar: Any = None
 

@@ -1,6 +1,6 @@
 """uvicorn's HTTP protocol with what it lacks: a bound on a request's head, in bytes and seconds, our error envelope and
-request id for what is not HTTP, an eye on the connection's end while requests wait for one another, and upgrades that
-are ignored, not stumbled over.
+request id for what is not HTTP, an eye on the connection's end while requests wait for one another, upgrades that are
+ignored, not stumbled over, answers that arrive although the client is still sending, and streams for HTTP/1.0.
 
 A bad head never becomes a request: it is answered here, once the answers before it are out, and the connection closes.
 A bad body belongs to a request that may be under way: `read_body` is told, and the answer comes the usual way.
@@ -9,6 +9,7 @@ A bad body belongs to a request that may be under way: `read_body` is told, and 
 import asyncio
 import socket
 from http import HTTPStatus
+from typing import Any
 
 import httptools
 import msgspec
@@ -24,15 +25,46 @@ HEAD_SECONDS = 30.0
 MAX_PIPELINED = 16
 MAX_PIPELINED_BYTES = 1 << 20
 """Of requests that wait for the answers before theirs. What is more stays unread, and with it the connection's end."""
+LINGER_SECONDS = 30.0
+"""How long a connection that was answered early may go on sending what nobody reads."""
+TLS_LINGER_SECONDS = 2.0
+"""Under TLS both directions close together: a client that reads to the end waits so long for it."""
 INVALID = Problem(400, "This is not a valid HTTP request.", code="invalid_http")
 INVALID_BODY = Problem(400, "The request body breaks off: its chunks are not valid HTTP.", code="invalid_http")
 TOO_LARGE = Problem(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+
+
+class LingeringTransport:
+    """A transport that closes its own direction first where the client is still sending (RFC 9112, section 9.6): closed
+    at once, the system would answer what comes next with a reset, and the client would lose our answer."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: "BoundedHTTP") -> None:
+        self._transport, self._protocol = transport, protocol
+        self._lingers = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._lingers or self._transport.is_closing()
+
+    def close(self) -> None:
+        """The second time at once."""
+        has_directions = self._transport.can_write_eof()
+        if self._lingers or not self._protocol.begin_lingering(has_directions):
+            self._transport.close()
+            return
+        self._lingers = True
+        if has_directions:
+            self._transport.write_eof()
+        self._transport.resume_reading()
 
 
 class BoundedHTTP(HttpToolsProtocol):
     """A head is open from the connection's start, or a request's first byte, until its last header."""
 
     head_seconds = HEAD_SECONDS
+    linger_seconds = LINGER_SECONDS
     _timer: asyncio.TimerHandle
     _in_body = False
     _is_broken = False
@@ -45,7 +77,7 @@ class BoundedHTTP(HttpToolsProtocol):
     """The head just read belongs to a request that asks for another protocol."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(LingeringTransport(transport, self))  # type: ignore[arg-type]
         self.access_log = False  # uvicorn's line holds the query, and whatever clients write there; ours is another
         connection = transport.get_extra_info("socket")
         if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -62,6 +94,16 @@ class BoundedHTTP(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
         self.pipeline.clear()
+
+    def begin_lingering(self, has_directions: bool) -> bool:
+        """Whether the client may still be sending. If so, nothing of it is heeded any more, and not for long."""
+        if (not self._in_body and not self._is_broken) or self.transport.is_closing():
+            return False
+        self._is_broken = True
+        self._timer.cancel()
+        seconds = self.linger_seconds if has_directions else TLS_LINGER_SECONDS
+        self._timer = self.loop.call_later(seconds, self.transport.close)
+        return True
 
     def data_received(self, data: bytes) -> None:
         if self._is_broken:
@@ -131,7 +173,7 @@ class BoundedHTTP(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
@@ -195,3 +237,23 @@ class BoundedHTTP(HttpToolsProtocol):
         if self._last_answer and (self.cycle is None or self.cycle.response_complete):
             self.transport.write(self._last_answer)
             self.transport.close()
+
+
+def _unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
+    """HTTP/1.0 knows no chunks: an answer of unknown length ends with its connection (RFC 9112, section 6.1)."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        has_length = True
+
+        async def send_plain(message: Any) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                cycle.chunked_encoding = None if has_length else False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer

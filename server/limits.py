@@ -31,8 +31,12 @@ class HTTPLimits:
 
 
 async def read_body(request: Request, limits: HTTPLimits) -> bytes:
-    """The whole body. Raises `HTTPError` 413, 408 or, for a body that is not HTTP, 400; `ClientDisconnect` when the
-    client is gone."""
+    """The whole body. Raises `HTTPError` 415, 413, 408 or, for a body that is not HTTP, 400; `ClientDisconnect` when
+    the client is gone."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"The request body must not be compressed: content-encoding {encoding[:40]!r} is not taken."
+        raise HTTPError(Problem(415, message, code="unsupported_content_encoding"))
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
         raise _too_large(limits, {})  # the transport drops what the client has yet to send

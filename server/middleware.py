@@ -23,6 +23,8 @@ logger = logging.getLogger("octavo.server")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+=/-]{1,128}", re.ASCII)
 _QUIET = PROBES | {"/metrics"}
 """Paths that are asked every few seconds: neither counted nor logged."""
+_POLLED = "/debug/kv"
+"""The page at / asks it every second: what went well is counted, not logged."""
 
 
 def request_id_from(text: str | None) -> str:
@@ -74,5 +76,7 @@ class RequestContext:
         # The template, not the path: labels must stay few whatever clients ask for.
         handler = getattr(scope.get("route"), "path", "none")
         self._metrics.http_request(handler, scope["method"], status, seconds)
+        if scope["path"] == _POLLED and status == 200:
+            return
         request = {"id": request_id, "method": scope["method"], "path": scope["path"], "route": handler}
         self._log.write({**request, "status": status, "seconds": seconds}, scope["state"].get("engine_id"))

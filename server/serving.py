@@ -9,6 +9,7 @@ The socket is bound before anything is loaded: a taken port costs nothing, and p
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -104,6 +105,8 @@ class Serving:
             if not loading.done():
                 return 0
             loading.result()
+            gc.collect()
+            gc.freeze()  # modules and request shapes live for ever: no collection on the event loop walks them
             self._announce(listener)
             dying = asyncio.create_task(self._context.engine().ended())
             await asyncio.wait({dying, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,10 +152,14 @@ class Serving:
 
     async def _close(self) -> None:
         self._context.log.throughput.close()
-        if self._context.client is not None:
-            limit = FORCED_SECONDS if self._forced.is_set() else None
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._context.client.close(), limit)
+        client = self._context.client
+        if client is None:
+            return
+        if not self._forced.is_set():
+            await client.close()
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(client.close(FORCED_SECONDS / 2), FORCED_SECONDS)
 
     def _signalled(self, number: int) -> None:
         """The first signal drains, the second ends at once, whatever then still hangs: the engine goes with us."""

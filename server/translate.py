@@ -285,26 +285,27 @@ async def conversation(
     if num_parts > MAX_CONTENT_PARTS:
         message = f"All messages together may have at most {MAX_CONTENT_PARTS} content parts, got {num_parts}."
         raise InvalidRequest(message, "messages", "invalid_value")
-    if num_values(messages, body.chat_template_kwargs, limit=MAX_TEMPLATE_VALUES) > MAX_TEMPLATE_VALUES:
-        message = f"messages and chat_template_kwargs may have at most {MAX_TEMPLATE_VALUES} values in all."
-        raise InvalidRequest(message, "messages", "invalid_value")
     extra = dict(body.chat_template_kwargs or {})
     if reasoning_effort is not None:
         extra.setdefault("reasoning_effort", reasoning_effort)
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     window = window_of(client)
-    return await context.aside.run(
-        body.num_bytes,
-        lambda: client.chat.render(
+
+    def render() -> list[int]:
+        if num_values(messages, body.chat_template_kwargs, limit=MAX_TEMPLATE_VALUES) > MAX_TEMPLATE_VALUES:
+            message = f"messages and chat_template_kwargs may have at most {MAX_TEMPLATE_VALUES} values in all."
+            raise InvalidRequest(message, "messages", "invalid_value")
+        return client.chat.render(
             [message.model_dump(exclude_none=True) for message in messages],
             add_generation_prompt=generates,
             continue_final_message=continues,
             template_kwargs=extra,
             window=window,
             must_fit=must_fit,
-        ),
-    )
+        )
+
+    return await context.aside.run(body.num_bytes, render)
 
 
 async def decoded(context: ServerContext, client: EngineClient, tokens: list[int]) -> str:

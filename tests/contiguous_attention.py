@@ -18,8 +18,17 @@ class ContiguousAttention:
         self.windows = config.layer_windows
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert softcap is None and sinks is None, "no family of ours asks for them"
         starts = batch.query_start.tolist()
         rows = [slice(start, end) for start, end in pairwise(starts)]
         assert [part.stop - part.start for part in rows] == batch.seq_lens.tolist(), "whole sequences only"

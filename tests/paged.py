@@ -35,6 +35,11 @@ def all_kernels():
     return [*native_kernels(), *plain]
 
 
+def goes_row_by_row(kernel):
+    """The torch reference does, and takes a millisecond for each: a few rows say as much of it as many."""
+    return kernel is reference.paged_attention
+
+
 @dataclass
 class Paged:
     """Sequences of `lengths` tokens; all of them stored. Everything else in the pool is NaN."""
@@ -56,14 +61,15 @@ class Paged:
     def pages(self, layer=1):
         return LayerPages(self.pool, self.spec, layer)
 
-    def attend(self, kernel, parts, layer=1, window=None):
+    def attend(self, kernel, parts, layer=1, window=None, softcap=None, sinks=None):
         """Rows [first, last) of sequence b for each (b, first, last), in one call -> list of [rows, heads * dim]"""
         b = [part[0] for part in parts]
         rows = [last - first for _, first, last in parts]
         q = torch.cat([self.q[b][first:last] for b, first, last in parts])
         starts = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
         lengths = torch.tensor([last for _, _, last in parts], dtype=torch.int32)
-        out = kernel(q, self.pages(layer), self.tables[b].contiguous(), starts, lengths, self.scale, window)
+        where = self.pages(layer), self.tables[b].contiguous(), starts, lengths
+        out = kernel(q, *where, self.scale, window, softcap, sinks)
         return list(out.split(rows))
 
     def whole(self, kernel, b, layer=1):
@@ -99,15 +105,20 @@ def make_paged(lengths, *, group=3, kv_heads=2, head_dim=64, block_size=16, dtyp
     return paged
 
 
-def plain_attention(q, k, v, scale, window=None):
+def plain_attention(q, k, v, scale, window=None, softcap=None, sinks=None):
     """Causal attention of the last rows by matmul, softmax, matmul in the inputs' dtype -> [rows, heads * dim].
 
-    q: [rows, heads, dim]; k, v: [length, kv_heads, dim].
+    q: [rows, heads, dim]; k, v: [length, kv_heads, dim]; sinks: [heads].
     """
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     scores = q.transpose(0, 1) @ k.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     row, token = torch.arange(k.shape[1] - q.shape[0], k.shape[1])[:, None], torch.arange(k.shape[1])
     unseen = (token > row) | (token <= row - (window or k.shape[1]))
-    weights = scores.masked_fill(unseen, -math.inf).softmax(-1)
+    scores = scores.masked_fill(unseen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, q.shape[0], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
     return (weights @ v).transpose(0, 1).flatten(1)

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -22,13 +23,18 @@ def smollm2_gguf() -> Path:
 
 @cache
 def reference_model() -> Any:
-    """The same file in transformers, fp32, eager attention: the oracle. Loaded once, since that takes seconds."""
+    """The same file in transformers, fp32, eager attention: the oracle. Loaded once, since that takes seconds.
+
+    transformers parses the file twice and makes the same table of names for every module: each is kept.
+    """
     from tiny_models import quiet
 
     path = smollm2_gguf()
-    with quiet():
+    with quiet(), pytest.MonkeyPatch.context() as patch:
         from transformers import AutoModelForCausalLM
 
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, cache(getattr(gguf, name)))
         return AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
         ).eval()

@@ -18,6 +18,14 @@ FLOORS: dict[str, set[str]] = {
     "configs": {"configs"},
     "engine/core": {"engine.core", "configs", *VALUES},
     "engine/child.py": set(),
+    "engine/supervisor.py": {"engine.child", "engine.messages", "configs"},
+    "engine/served_model.py": {"engine.text", "engine.source", *VALUES, "configs"},
+    "engine/device.py": {"engine.errors", "configs", "kernels"},
+    "engine/build.py": {"engine.core", "engine.device", "engine.model", "engine.runner", *VALUES, "configs", "kernels"},
+    "engine/diagnosis.py": {
+        "engine.build", "engine.device", "engine.model", "engine.served_model", "engine.source", *VALUES, "configs",
+        "kernels",
+    },  # fmt: skip
     "engine/text": {"engine.text", "engine.source", "configs", *VALUES},
     "engine/source.py": {"engine.child", "engine.errors", "engine.hub", "configs"},
     "engine/hub.py": {"engine.errors"},

@@ -66,6 +66,9 @@ CLASSES = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "granite_swa": ("GraniteSWAConfig", "GraniteSWAForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
 }
 """Configuration and model in transformers."""
 LLAMA3 = {
@@ -148,9 +151,20 @@ FALLBACKS: dict[str, TinyModel] = {
         extra={**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "mixtral": TinyModel(kind="mixtral", extra={"num_local_experts": 4, "num_experts_per_tok": 2, **NO_WINDOW}),
+    "gemma2": TinyModel(
+        kind="gemma2",
+        head_dim=16,
+        tied=True,
+        extra={**WINDOW, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0},
+    ),
+    "granite_swa": TinyModel(kind="granite_swa", tied=True, extra={**WINDOW, "attention_multiplier": 0.2}),
+    "gpt_oss": TinyModel(
+        kind="gpt_oss", head_dim=16, extra={**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
 }
 """Families that no code of ours names. They have: learned positions, transposed weights; parallel blocks with biases, a
-rotation of part of a head; norms behind the blocks and over all heads; windows, layers without positions; experts."""
+rotation of part of a head; norms behind the blocks and over all heads; windows, layers without positions; experts;
+soft-capped scores; sinks; both of the last two and experts with biases, weights transposed and gates interleaved."""
 FAMILIES = ("gqa", "mistral-window", "qwen2-window", "qwen3", "phi3", "phi3-long", "gemma3")
 """One variant or two of each family, where all of them would take too long."""
 
@@ -246,7 +260,7 @@ def _draw_weights(model: torch.nn.Module, tiny: TinyModel) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator) * tiny.scale
-            is_norm = name.endswith("norm.weight") and tiny.kind != "gemma3"  # whose norms are stored less 1
+            is_norm = name.endswith("norm.weight") and not tiny.kind.startswith("gemma")  # whose norms are less 1
             parameter.copy_(1.0 + values if is_norm else values)
 
 

@@ -42,9 +42,17 @@ class AttentionBackend(Protocol):
     name: str
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Stores k and v, then attends causally; `scale` multiplies q . k.
+        """Stores k and v, then attends causally; scale, softcap, sinks: as in `kernels.ops.paged_attention`.
 
         q: [T, heads, head_dim], rotated; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim], model dtype.
         All rows' K and V are stored before any row attends.

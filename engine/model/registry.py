@@ -41,8 +41,8 @@ def load_model(
     """The model in `path` (folder of safetensors or .gguf file), in eval mode and without gradients.
 
     `config` is `read_config`'s; `max_model_len` is the effective window, which fixes the rotary tables; `progress` gets
-    the fraction loaded. Every weight goes to `device` as it is read, and is packed for it there. Raises `StartupError`
-    for weights that are missing, damaged or do not fit.
+    the fraction loaded. Every weight goes to `device` as it is read (of a class of transformers, once it is whole), and
+    is packed for it there. Raises `StartupError` for weights that are missing, damaged or do not fit.
     """
     window = config.effective_window(max_model_len)
     if not isinstance(config, DecoderConfig):

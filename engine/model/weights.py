@@ -53,7 +53,7 @@ def load_weights(model: Architecture, source: WeightSource, progress: Callable[[
 def _check(destinations: Mapping[str, Destination], source: WeightSource) -> None:
     if missing := [name for name in destinations if name not in source.shapes]:
         raise StartupError(f"--model: {source.where} lacks {named(missing)}: it is incomplete or of another kind.")
-    unexpected = [name for name in source.shapes if name not in destinations and not _ignorable(name)]
+    unexpected = [name for name in source.shapes if name not in destinations and not ignorable(name)]
     if unexpected:
         raise StartupError(
             f"--model: {source.where} holds {named(unexpected)}, which this architecture does not have: the file "
@@ -67,7 +67,7 @@ def _check(destinations: Mapping[str, Destination], source: WeightSource) -> Non
             )
 
 
-def _ignorable(name: str) -> bool:
+def ignorable(name: str) -> bool:
     """Tables that old checkpoints carry along; ours are computed."""
     return name.endswith("rotary_emb.inv_freq")
 
@@ -95,6 +95,8 @@ class SafetensorsSource:
         self.where = str(folder)
         index = _index(folder)
         shapes: dict[str, tuple[int, ...]] = {}
+        self.kinds: dict[str, str] = {}
+        """Weight name -> kind of its numbers, as safetensors calls it: BF16, ..."""
         self._files: dict[str, Any] = {}
         """Weight name -> open file that holds it"""
         for path in _files(folder, index):
@@ -105,7 +107,8 @@ class SafetensorsSource:
                 if name in self._files:
                     raise StartupError(f"--model: {folder}: {name} is in more than one file, and there is no {INDEX}.")
                 self._files[name] = file
-                shapes[name] = tuple(file.get_slice(name).get_shape())
+                part = file.get_slice(name)
+                shapes[name], self.kinds[name] = tuple(part.get_shape()), part.get_dtype()
         for name, file_name in (index or {}).items():
             if name not in shapes:
                 raise StartupError(f"--model: {folder}: {INDEX} says that {name} is in {file_name}, but it is not.")

@@ -1,4 +1,4 @@
-"""Does a sequence's answer have the same bits alone and in company? Asked of the whole model, on this machine."""
+"""Does a sequence's answer have the same bits alone and in company? Tried with the whole model, on this machine."""
 
 import torch
 
@@ -10,12 +10,11 @@ LENGTHS = (21, 1, 13, 34)
 """Prompts of the company; the first is the one that is asked about."""
 
 
-def matters(runner: ModelRunner) -> bool:
-    """Whether the first logits of a prompt, computed token by token, have other bits than when all its tokens are
-    computed in one step, together with others.
+def compare(runner: ModelRunner) -> str | None:
+    """None if the first logits of a prompt have the same bits computed alone, token by token, as all at once with
+    others in the step; else what they depend on, in words.
 
-    Call it before any request: it uses the first slots and blocks, and leaves both as they were. Where the limits leave
-    no room for a step of two, nothing can be changed by company.
+    Call it before any request: it uses the first slots and blocks, and leaves both as they were.
     """
     limits, block_size = runner.limits, runner.rows.block_size
     lengths: list[int] = []
@@ -27,8 +26,8 @@ def matters(runner: ModelRunner) -> bool:
             break
         lengths.append(length)
         blocks.append(end)
-    if len(lengths) < 2:
-        return False
+    if not lengths:
+        return None
     rows = [
         NewRow(
             slot=slot,
@@ -46,7 +45,9 @@ def matters(runner: ModelRunner) -> bool:
     together = _first_logits(runner, rows[1:] + rows[:1], step=limits.max_num_batched_tokens)
     for pool in runner.pools:
         pool[: blocks[-1]] = 0
-    return not torch.equal(alone[-1], together[-1])
+    if torch.equal(alone[-1], together[-1]):
+        return None
+    return "other bits in steps of one token than beside others"
 
 
 def _first_logits(runner: ModelRunner, rows: list[NewRow], step: int) -> torch.Tensor:

@@ -49,6 +49,8 @@ class AttentionCall(ctypes.Structure):
         ("sequences", _I64),
         ("window", _I64),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("sinks", _PTR),
         ("out", _PTR),
     )
 
@@ -88,6 +90,8 @@ class NativeAttention:
         seq_lens: torch.Tensor,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows, heads, dims = q.shape
         k_part, v_part = pages.parts
@@ -110,6 +114,8 @@ class NativeAttention:
             seq_lens.shape[0],
             NO_WINDOW if window is None else window,
             scale,
+            softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
         )
         if self.entry(call):

@@ -82,7 +82,7 @@ class NativeLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features], any row stride -> [T, out_features]."""
-        assert x.dtype is self.dtype, (x.dtype, self.dtype)
+        assert x.dtype is self.dtype and x.is_cpu, (x.dtype, self.dtype, x.device)
         rows = x.shape[0]
         out = x.new_empty((rows, self.out_features))
         if self._entry(self._weight, x.data_ptr(), x.stride(0), rows, out.data_ptr()):

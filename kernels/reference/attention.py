@@ -50,6 +50,8 @@ def paged_attention(
     seq_lens: torch.Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sequence by sequence. On the CPU also row by row, so that a row's result cannot depend on what else is computed;
     elsewhere nobody claims that, and a launch for each row would take longer than all the arithmetic."""
@@ -63,12 +65,19 @@ def paged_attention(
             continue
         hidden = 0 if window is None else max(0, length - (last - 1 - first) - window)  # tokens that no row sees
         k, v = gather_kv(pages, block_tables[b], hidden, length)
-        attend(q[first:last], k, v, scale, window, out[first:last])
+        attend(q[first:last], k, v, scale, window, softcap, sinks, out[first:last])
     return out.flatten(1)
 
 
 def attend_alone(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, out: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:
     """Rows q [n, Hq, D], the last n of the tokens of k and v [Hkv, L, D], each by itself, into out [n, Hq, D]."""
     rows, tokens = q.shape[0], k.shape[1]
@@ -78,14 +87,21 @@ def attend_alone(
         heads = q[row].float().view(k.shape[0], -1, q.shape[2])  # [Hkv, G, D]
         # Copies: how a product is summed depends on strides too, and those would tell the chunk's length.
         k_seen, v_seen = k[:, seen].contiguous(), v[:, seen].contiguous()
-        weights = torch.softmax(heads @ k_seen.mT * scale, dim=-1)
+        weights = softmax(cap(heads @ k_seen.mT * scale, softcap), sinks)
         parts = zip(torch.split(weights, SPLIT, -1), torch.split(v_seen, SPLIT, -2), strict=True)
         products = [w @ x for w, x in parts]
         out[row] = functools.reduce(torch.add, products).flatten(0, 1).to(q.dtype)
 
 
 def attend_together(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, out: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
 ) -> None:
     """The same with as many rows in a product as `SCORES` allows, and a mask for what each of them does not see."""
     (rows, heads, dims), (kv_heads, tokens, _) = q.shape, k.shape
@@ -99,10 +115,23 @@ def attend_together(
         if window is not None:
             unseen |= token < end - window
         grouped = some.float().view(n, kv_heads, -1, dims).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
-        scores = (grouped.flatten(1, 2) @ k.mT).mul_(scale).view(kv_heads, -1, n, tokens)
-        weights = torch.softmax(scores.masked_fill_(unseen, -torch.inf), dim=-1)
+        scores = cap((grouped.flatten(1, 2) @ k.mT).mul_(scale), softcap).view(kv_heads, -1, n, tokens)
+        weights = softmax(scores.masked_fill_(unseen, -torch.inf), sinks)
         products = (weights.flatten(1, 2) @ v).view(kv_heads, -1, n, dims)
         out[first : first + step] = products.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+
+
+def cap(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """In place."""
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Weights of scores [Hkv, G, ..., L]; sinks [Hq], one for each head, take their share."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    one_each = sinks.view(*scores.shape[:2], *[1] * (scores.dim() - 2)).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, one_each), dim=-1), dim=-1)[..., :-1]
 
 
 def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from server.protocol.body import Body, Int
+from server.protocol.body import Body, Bool, Int
 from server.protocol.sampling import GenerationBody, Logprobs
 
 MAX_MESSAGES = 4096
@@ -58,15 +58,23 @@ class Message(Lenient):
         return len(self.content) if isinstance(self.content, list) else 0
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[
+    list[Message],
+    Field(
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        fail_fast=True,
+        examples=[[{"role": "user", "content": "What is an octavo?"}]],
+    ),
+]
 
 
 class TemplateBody(Body):
     """What decides how a conversation becomes a prompt."""
 
     messages: Messages | None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    add_generation_prompt: Bool | None = None
+    continue_final_message: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Any = None
     documents: Any = None
@@ -77,7 +85,7 @@ class ChatBody(GenerationBody, TemplateBody):
     messages: Messages
     max_completion_tokens: Int | None = None
     """Wins over the older `max_tokens`. Absent: up to the window."""
-    logprobs: bool | None = None
+    logprobs: Bool | None = None
     top_logprobs: Logprobs | None = None
     reasoning_effort: str | None = None
     """Handed to the chat template."""

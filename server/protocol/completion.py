@@ -4,14 +4,14 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
-from server.protocol.body import Int, TokenId
+from server.protocol.body import Bool, Int, TokenId
 from server.protocol.refusal import EXPECTED
 from server.protocol.sampling import GenerationBody, Logprobs
 
 MAX_PROMPTS = 512
 
 Texts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, json_schema_extra={"minItems": 1})]
 TokenLists = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
@@ -33,14 +33,14 @@ Prompt = Annotated[
 
 
 class CompletionBody(GenerationBody):
-    prompt: Prompt
+    prompt: Prompt = Field(examples=["The capital of France is"])
     """A text, texts, token ids, or lists of token ids."""
     logprobs: Logprobs | None = None
-    echo: bool | None = None
+    echo: Bool | None = None
     """The answer begins with the prompt, its log-probabilities included where `logprobs` are asked for."""
     best_of: Int | None = None
     """Only the value of `n`: picking the best of more is not served."""
-    add_special_tokens: bool | None = None
+    add_special_tokens: Bool | None = None
 
     # documented, not served: see unsupported.py
     suffix: Any = None

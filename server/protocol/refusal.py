@@ -19,7 +19,6 @@ EXPECTED = "expected"
 _EXPECTATIONS = {
     "string_type": "a string",
     "bool_type": "true or false",
-    "bool_parsing": "true or false",
     "int_type": "an integer",
     "int_parsing": "an integer",
     "int_parsing_size": f"an integer of at most {MAX_DIGITS} digits",

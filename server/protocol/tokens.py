@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from server.protocol.body import Body, TokenId
+from server.protocol.body import Body, Bool, TokenId
 from server.protocol.chat import Messages, TemplateBody
 
 MAX_TOKENS = 1 << 20
@@ -16,11 +16,11 @@ class TokenizeBody(TemplateBody):
 
     messages: Messages | None = None
     model: str | None = None
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    prompt: str | None = Field(None, examples=["The capital of France is"])
+    add_special_tokens: Bool | None = None
+    return_token_strs: Bool | None = None
 
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True, examples=[[72, 105]])]

@@ -3,66 +3,58 @@
 A feature that arrives takes its rows out of these tables and brings its own module.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine import InvalidRequest
 from server.protocol.body import Body
 
-
-def _absent(value: Any) -> bool:
-    return value is None
-
-
-def _empty(value: Any) -> bool:
-    return value is None or value == [] or value == {} or value == ""
-
-
-def _false(value: Any) -> bool:
-    return value is None or value is False
-
-
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: value is None or value in values
+NOTHING: tuple[Any, ...] = ()
+OFF: tuple[Any, ...] = (False,)
+EMPTY: tuple[Any, ...] = ([], {}, "")
 
 
 @dataclass(frozen=True)
 class Unsupported:
     field: str
-    is_harmless: Callable[[Any], bool]
-    """Values that ask for nothing."""
+    harmless: tuple[Any, ...]
+    """Values beside null that ask for nothing."""
     why: str = "is not supported by this server yet"
+
+    def is_harmless(self, value: Any) -> bool:
+        """0 is not false here."""
+        return value is None or any(type(value) is type(other) and value == other for other in self.harmless)
 
 
 COMMON = (
-    Unsupported("response_format", _one_of({"type": "text"}), "other than {'type': 'text'} is not supported yet"),
-    Unsupported("structured_outputs", _absent),
-    Unsupported("guided_json", _absent),
-    Unsupported("guided_regex", _absent),
-    Unsupported("guided_choice", _absent),
-    Unsupported("guided_grammar", _absent),
-    Unsupported("use_beam_search", _false),
+    Unsupported("response_format", ({"type": "text"},), "other than {'type': 'text'} is not supported yet"),
+    Unsupported("structured_outputs", NOTHING),
+    Unsupported("guided_json", NOTHING),
+    Unsupported("guided_regex", NOTHING),
+    Unsupported("guided_choice", NOTHING),
+    Unsupported("guided_grammar", NOTHING),
+    Unsupported("use_beam_search", OFF),
 )
 TEMPLATE = (
-    Unsupported("tools", _empty),
-    Unsupported("chat_template", _absent, "is not taken from requests: it would run the client's code in the server"),
-    Unsupported("documents", _empty),
+    Unsupported("tools", EMPTY),
+    Unsupported("chat_template", NOTHING, "is not taken from requests: it would run the client's code in the server"),
+    Unsupported("documents", EMPTY),
 )
 CHAT = (
     *COMMON,
     *TEMPLATE,
-    Unsupported("echo", _false, "is for raw completions"),
-    Unsupported("tool_choice", _one_of("none", "auto"), "needs tools, and those are not supported by this server yet"),
-    Unsupported("functions", _empty),
-    Unsupported("function_call", _one_of("none", "auto"), "needs functions, and those are not supported"),
-    Unsupported("modalities", _one_of([], ["text"]), "other than ['text'] is not supported by this model"),
-    Unsupported("audio", _absent, "is not supported by this model"),
-    Unsupported("web_search_options", _absent, "is not supported by this server"),
-    Unsupported("moderation", _absent, "is not supported by this server"),
-    Unsupported("store", _false, "is not supported: this server keeps no completions"),
+    Unsupported("echo", OFF, "is for raw completions"),
+    Unsupported("tool_choice", ("none", "auto"), "needs tools, and those are not supported by this server yet"),
+    Unsupported("functions", EMPTY),
+    Unsupported("function_call", ("none", "auto"), "needs functions, and those are not supported"),
+    Unsupported("modalities", ([], ["text"]), "other than ['text'] is not supported by this model"),
+    Unsupported("audio", NOTHING, "is not supported by this model"),
+    Unsupported("web_search_options", NOTHING, "is not supported by this server"),
+    Unsupported("moderation", NOTHING, "is not supported by this server"),
+    Unsupported("store", OFF, "is not supported: this server keeps no completions"),
 )
-COMPLETION = (*COMMON, Unsupported("suffix", _empty))
+COMPLETION = (*COMMON, Unsupported("suffix", EMPTY))
 
 
 def refuse(body: Body, table: tuple[Unsupported, ...]) -> None:
@@ -70,3 +62,9 @@ def refuse(body: Body, table: tuple[Unsupported, ...]) -> None:
     for row in table:
         if not row.is_harmless(getattr(body, row.field)):
             raise InvalidRequest(f"{row.field} {row.why}.", row.field, "unsupported_parameter")
+
+
+def restricted(schema: Mapping[str, Any], table: tuple[Unsupported, ...]) -> dict[str, Any]:
+    """A body's JSON schema in which the table's fields take harmless values only."""
+    rows = {row.field: {"enum": [None, *row.harmless], "description": f"{row.field} {row.why}."} for row in table}
+    return {**schema, "properties": {**schema["properties"], **rows}}

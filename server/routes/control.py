@@ -7,12 +7,14 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from configs.settings import SECRET_FIELDS
 from configs.version import VERSION
 from server.auth import admin_only
 from server.context import context_of
 from server.limits import read_body
-from server.openapi import accepts
+from server.openapi import READING, accepts, answers
 from server.protocol.body import Body, parse
+from server.protocol.shapes import Aborted, Evicted, ServerInfo, ServerLoad
 
 router = APIRouter(tags=["control"], dependencies=[Depends(admin_only)])
 
@@ -24,7 +26,7 @@ class AbortBody(Body):
     """As in `x-request-id`, or the answers' ids."""
 
 
-@router.post("/abort_requests", openapi_extra=accepts(AbortBody))
+@router.post("/abort_requests", openapi_extra=accepts(AbortBody), responses=answers(Aborted, *READING, 401, 403, 503))
 async def abort_requests(request: Request) -> Response:
     """Ends open requests: their clients get an error. Ids that are not open are counted as none."""
     context = context_of(request)
@@ -36,24 +38,23 @@ async def abort_requests(request: Request) -> Response:
     return JSONResponse({"aborted_sequences": aborted})
 
 
-@router.post("/reset_prefix_cache")
+@router.post("/reset_prefix_cache", responses=answers(Evicted, 401, 403, 503))
 async def reset_prefix_cache(request: Request) -> Response:
     """Gives up all cached pages that no running request uses."""
     return JSONResponse({"evicted_pages": await context_of(request).engine().reset_prefix_cache()})
 
 
-@router.get("/load")
+@router.get("/load", responses=answers(ServerLoad, 401, 403, 503))
 async def load(request: Request) -> Response:
     """Sequences that run or wait."""
     return JSONResponse({"server_load": context_of(request).engine().num_open})
 
 
-@router.get("/server_info")
+@router.get("/server_info", responses=answers(ServerInfo, 401, 403, 503))
 async def server_info(request: Request) -> Response:
     """Version, settings (keys left out), and what the engine made of them."""
     context = context_of(request)
     client = context.engine()
-    hidden = {"api_key", "admin_api_key", "ssl_keyfile_password"}
     summary = client.info.summary if client.info is not None else {}
     return JSONResponse(
         {
@@ -61,6 +62,6 @@ async def server_info(request: Request) -> Response:
             "phase": context.phase,
             "models": list(client.model.names),
             "engine": summary,
-            "settings": context.settings.model_dump(mode="json", exclude=hidden),
+            "settings": context.settings.model_dump(mode="json", exclude=set(SECRET_FIELDS)),
         }
     )

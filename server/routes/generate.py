@@ -13,26 +13,37 @@ from server.context import ServerContext, context_of
 from server.errors import about
 from server.generation import Generation, Work, collect
 from server.intake import body_of, while_wanted
-from server.openapi import accepts
+from server.openapi import READING, accepts, answers
 from server.protocol.answer import Answer
 from server.protocol.chat import ChatBody
 from server.protocol.completion import CompletionBody
 from server.protocol.sampling import GenerationBody
+from server.protocol.shapes import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
 from server.streaming import GONE_STATUS, ClientGone, EventStream, first_delta, frames_of, unless_gone
 
 router = APIRouter(prefix="/v1", tags=["generation"])
+
+PROBLEMS = (*READING, 404, 500, 503)
 
 Shape = TypeVar("Shape", bound=GenerationBody)
 Translate = Callable[[ServerContext, EngineClient, Shape, Request], Coroutine[Any, Any, tuple[Work, Answer]]]
 
 
-@router.post("/chat/completions", openapi_extra=accepts(ChatBody))
+@router.post(
+    "/chat/completions",
+    openapi_extra=accepts(ChatBody),
+    responses=answers(ChatCompletion, *PROBLEMS, chunk=ChatCompletionChunk),
+)
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation."""
     return await generate(request, ChatBody, translate.chat, "messages")
 
 
-@router.post("/completions", openapi_extra=accepts(CompletionBody))
+@router.post(
+    "/completions",
+    openapi_extra=accepts(CompletionBody),
+    responses=answers(Completion, *PROBLEMS, chunk=CompletionChunk),
+)
 async def completions(request: Request) -> Response:
     """Completes texts or token ids."""
     return await generate(request, CompletionBody, translate.completion, "prompt")

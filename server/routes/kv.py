@@ -15,6 +15,8 @@ from starlette.responses import Response
 from engine import EngineReady, NotReady, Stats
 from server.context import caller_of, context_of
 from server.errors import DRAINING_RETRY_SECONDS, HTTPError, Problem, retry_after
+from server.openapi import answers
+from server.protocol.shapes import KVShape
 
 router = APIRouter(tags=["kv"])
 
@@ -24,7 +26,7 @@ NO_COUNTERS = ("pages_total", "received_total")
 COUNTERS = [name for name in Stats.__struct_fields__ if name.endswith("_total") and name not in NO_COUNTERS]
 
 
-@router.get("/debug/kv")
+@router.get("/debug/kv", responses=answers(KVShape, 400, 503))
 async def kv(request: Request, events: Annotated[int, Query(ge=0, le=MAX_EVENTS)] = 200) -> Response:
     """The figures of `LLM.memory_stats()`, the engine's latest snapshot, and events, newest last. What events tell of
     other API keys' requests holds no text."""

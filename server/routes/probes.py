@@ -5,14 +5,20 @@ from collections.abc import Mapping
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from configs.version import VERSION
 from server.context import context_of
 from server.errors import DRAINING_RETRY_SECONDS, LOADING_RETRY_SECONDS, Problem, retry_after
 from server.exposition import render
+from server.openapi import answers, problem
+from server.protocol.shapes import Healthy, Unavailable, VersionAnswer
 
 router = APIRouter(tags=["probes"])
+
+HEALTH = answers(Healthy) | {503: problem(503, Unavailable)}
+OPENMETRICS = {"application/openmetrics-text": {"schema": {"type": "string"}}}
+"""Beside plain text."""
 
 _REASONS = {
     "loading": "The model is still loading.",
@@ -22,11 +28,11 @@ _REASONS = {
 }
 
 
-@router.get("/health")
-@router.get("/live")
-@router.get("/livez")
-@router.get("/ping")
-@router.post("/ping")
+@router.get("/health", responses=HEALTH)
+@router.get("/live", responses=HEALTH)
+@router.get("/livez", responses=HEALTH)
+@router.get("/ping", responses=HEALTH)
+@router.post("/ping", responses=HEALTH)
 async def health(request: Request) -> Response:
     """200 unless the engine is dead. Loading, draining and busy are healthy."""
     phase = context_of(request).phase
@@ -35,8 +41,8 @@ async def health(request: Request) -> Response:
     return _json({"status": "ok", "phase": phase})
 
 
-@router.get("/ready")
-@router.get("/readyz")
+@router.get("/ready", responses=HEALTH)
+@router.get("/readyz", responses=HEALTH)
 async def ready(request: Request) -> Response:
     """200 when requests are welcome, else 503 and why: loading, draining, dead or overloaded."""
     context = context_of(request)
@@ -61,13 +67,13 @@ def _json(body: dict[str, object], status: int = 200, headers: Mapping[str, str]
     return Response(msgspec.json.encode(body) + b"\n", status, headers, "application/json")
 
 
-@router.get("/version")
+@router.get("/version", responses=answers(VersionAnswer))
 async def version() -> Response:
     """Octavo's version."""
     return _json({"version": VERSION})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse, responses={200: {"content": OPENMETRICS}})
 async def metrics(request: Request) -> Response:
     """Prometheus exposition; OpenMetrics for scrapers that ask for it."""
     body, content_type = render(request.app.state.registry, request.headers.get("accept"))

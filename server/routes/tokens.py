@@ -10,14 +10,15 @@ from server import translate
 from server.context import ServerContext, context_of
 from server.errors import about
 from server.intake import body_of, while_wanted
-from server.openapi import accepts
+from server.openapi import READING, accepts, answers
+from server.protocol.shapes import Detokenized, Tokenized
 from server.protocol.tokens import DetokenizeBody, TokenizeBody
 from server.protocol.unsupported import TEMPLATE, refuse
 
 router = APIRouter(tags=["tokens"])
 
 
-@router.post("/tokenize", openapi_extra=accepts(TokenizeBody))
+@router.post("/tokenize", openapi_extra=accepts(TokenizeBody), responses=answers(Tokenized, *READING, 404, 503))
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation as the model would see it."""
     context = context_of(request)
@@ -47,7 +48,7 @@ async def _tokenized(
     return tokens, await translate.token_texts(context, client, tokens) if body.return_token_strs else None
 
 
-@router.post("/detokenize", openapi_extra=accepts(DetokenizeBody))
+@router.post("/detokenize", openapi_extra=accepts(DetokenizeBody), responses=answers(Detokenized, *READING, 404, 503))
 async def detokenize(request: Request) -> Response:
     """The text of token ids, control tokens included."""
     context = context_of(request)

@@ -1,5 +1,5 @@
 "use strict";
-// Shows /debug/kv every second. The API key, where one is needed, stays in this tab.
+// Shows /debug/kv every second while anybody can see it. The API key, where one is needed, stays in this tab.
 
 const at = (id) => document.getElementById(id);
 const say = (id, text) => { at(id).textContent = text; };
@@ -105,7 +105,8 @@ async function refresh() {
     at("live").classList.add("stale");
     say("state", "the server does not answer");
   }
-  setTimeout(refresh, 1000);
+  if (document.hidden) document.addEventListener("visibilitychange", refresh, { once: true });
+  else setTimeout(refresh, 1000);
 }
 
 at("key-form").addEventListener("submit", (event) => {

@@ -33,7 +33,9 @@ def runner(tmp_path: Path) -> ModelRunner:
 def test_a_model_that_company_changes_is_warned_of(runner: ModelRunner, caplog) -> None:
     runner.model = Unsteady(runner.model)
     said = build._exactness(runner, CPU)
-    assert "may be changed a little by other requests" in said and "(the model: other bits beside others" in said
+    assert (
+        "may be changed a little by other requests" in said and "(the model: other bits in steps of" in said
+    )
     assert said in caplog.text
 
 

@@ -6,7 +6,9 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import tiny_models
 
@@ -162,3 +164,35 @@ def test_the_tokenizers_own_end_token_ends_a_sequence(tmp_path: Path) -> None:
 def test_a_text_among_token_ids_is_refused(llm: LLM) -> None:
     with pytest.raises(TypeError, match="token ids among them"):
         llm.generate([65, "text"], GREEDY)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "got"),
+    [
+        (None, "got NoneType"),
+        (5, "got int"),
+        (b"text", "got bytes"),
+        ({"prompt": "text"}, "got dict"),
+        ([{"prompt": "text"}], "got dict among them"),
+        ([[65.0]], "got float among token ids"),
+        ([["65"]], "got str among token ids"),
+        ([[True]], "got bool among token ids"),
+        ([65, True], "got token ids among them"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_in_words(llm: LLM, prompts: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=rf"^prompts must be texts and lists of token ids, or one list of ids; {got}$"):
+        llm.generate(prompts, GREEDY)
+
+
+def test_prompts_may_be_anything_that_can_be_gone_through(llm: LLM) -> None:
+    expected = [one.outputs for one in llm.generate(["a", "b"], GREEDY)]
+    for prompts in (("a", "b"), (text for text in "ab"), ([97], (98,)), numpy.array([[97], [98]])):
+        assert [one.outputs for one in llm.generate(prompts, GREEDY)] == expected
+    assert [one.outputs for one in llm.generate(numpy.array([97]), GREEDY)] == expected[:1]
+
+
+def test_params_of_another_kind(llm: LLM) -> None:
+    for params in ({"max_tokens": 3}, [{"max_tokens": 3}]):
+        with pytest.raises(TypeError, match=r"^params must be SamplingParams"):
+            llm.generate(["a"], params)  # type: ignore[arg-type]

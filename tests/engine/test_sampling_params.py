@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy
 import pytest
 
 from engine.errors import InvalidRequest
@@ -61,3 +62,34 @@ def test_token_ids_belong_to_the_vocabulary(field: str):
     for outside in (10, -1):
         with pytest.raises(InvalidRequest, match=f"{field} holds token id {outside}; ids of this model are 0 to 9"):
             params(outside).check_vocabulary(10)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("n", 1.5),
+        ("n", True),
+        ("max_tokens", "3"),
+        ("seed", 1.0),
+        ("temperature", "hot"),
+        ("temperature", False),
+        ("top_p", None.__class__),
+        ("stop", (1,)),
+        ("logit_bias", {"5": 1.0}),
+        ("bad_words", ("word",)),
+        ("stop_token_ids", ("a",)),
+        ("allowed_token_ids", (1.0,)),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(field: str, wrong: Any):
+    with pytest.raises(InvalidRequest, match=f"^{field} must ") as refused:
+        SamplingParams(**{field: wrong})
+    assert refused.value.param == field
+
+
+def test_one_stop_string_may_stand_alone():
+    assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert SamplingParams(seed=numpy.int64(3), temperature=numpy.float32(0.5)).seed == 3

@@ -51,8 +51,8 @@ def test_the_check_refuses_new_tensors_and_ways_to_the_cpu():
                 broken()
 
 
-@pytest.mark.parametrize("window", [None, 9])
-def test_ops_make_nothing_elsewhere(window):
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, 2.0)])
+def test_ops_make_nothing_elsewhere(window, softcap):
     paged = make_paged([40, 21])
     starts, lengths = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([40, 21], dtype=torch.int32)
     q, slots = torch.cat([paged.q[0][-3:], paged.q[1][-1:]]), torch.tensor([5, -1, 3])
@@ -63,9 +63,11 @@ def test_ops_make_nothing_elsewhere(window):
         torch.ones(384),
     )
     k = paged.k[0].float().transpose(0, 1)
+    sinks = None if softcap is None else torch.ones(6)
     with OnlyWhereTheyAre():
-        reference.paged_attention(q, paged.pages(), paged.tables, starts, lengths, paged.scale, window)
-        attend_together(paged.q[0][-3:], k, k, paged.scale, window, torch.empty_like(paged.q[0][-3:]))
+        asked = paged.scale, window, softcap, sinks
+        reference.paged_attention(q, paged.pages(), paged.tables, starts, lengths, *asked)
+        attend_together(paged.q[0][-3:], k, k, *asked, torch.empty_like(paged.q[0][-3:]))
         reference.store_kv(paged.k[0][:3], paged.v[0][:3], paged.pages(), slots)
         reference.copy_blocks(paged.pool, [(0, 1)])
         reference.rotary(q, q, positions, angles, angles)
@@ -98,7 +100,8 @@ def test_rows_of_a_device_give_rows_of_that_device(dtype):
 @pytest.mark.parametrize("scores", [2**24, 700, 1], ids=["at once", "some rows", "row by row"])
 @pytest.mark.parametrize("window", [None, 1, 9, 40])
 @pytest.mark.parametrize("rows", [1, 5, 37])
-def test_rows_together_see_what_each_sees_alone(rows, window, scores, monkeypatch):
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (0.7, None), (None, torch.arange(6.0) - 3)])
+def test_rows_together_see_what_each_sees_alone(rows, window, scores, softcap, sinks, monkeypatch):
     """What a GPU computes, here on the CPU: 37 tokens, 6 query heads over 2."""
     monkeypatch.setattr(attention, "SCORES", scores)
     generator = torch.Generator().manual_seed(rows)
@@ -106,9 +109,10 @@ def test_rows_together_see_what_each_sees_alone(rows, window, scores, monkeypatc
     q = fused[:, :96].view(rows, 6, 16)
     k, v = torch.randn(2, 2, 37, 16, generator=generator)
     expected, found = torch.empty(rows, 6, 16), torch.empty(rows, 6, 16)
-    attend_alone(q, k, v, 0.25, window, expected)
-    attend_together(q, k, v, 0.25, window, found)
+    asked = 0.25, window, softcap, sinks
+    attend_alone(q, k, v, *asked, expected)
+    attend_together(q, k, v, *asked, found)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     half = torch.empty(rows, 6, 16, dtype=torch.float16)
-    attend_together(q.half(), k, v, 0.25, window, half)
+    attend_together(q.half(), k, v, *asked, half)
     torch.testing.assert_close(half.float(), expected, atol=4e-3, rtol=4e-3)

@@ -1,5 +1,6 @@
 """From bytes to a checked body: whatever comes in, it is a model or a refusal in words."""
 
+import gc
 import json
 import logging
 from typing import Any
@@ -48,6 +49,24 @@ def test_fields_of_any_type_are_parsed_or_refused_by_name(shape, data: st.DataOb
     except InvalidRequest as error:
         assert error.param is None or error.param.split(".")[0] in shape.model_fields, error.param
         assert error.message and "pydantic" not in error.message
+
+
+def test_a_large_body_is_parsed_without_garbage_collections():
+    """They would go through what is being built again and again, and hold up every other thread."""
+    body = b'{"messages": [{"role": "user"}], "chat_template_kwargs": {"x": [' + b"[]," * 100_000 + b"[]]}}"
+    collections = []
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    try:
+        gc.collect()
+        collections.clear()
+        parsed = parse(ChatBody, body)
+    finally:
+        gc.callbacks.pop()
+    assert parsed.num_bytes == len(body) and gc.isenabled()
+    assert collections.count("start") < 5, "else there is one for some hundreds of lists"
+    with pytest.raises(InvalidRequest):
+        parse(ChatBody, body[:-1])
+    assert gc.isenabled()
 
 
 def refusal(shape: Any, body: dict[str, Any]) -> InvalidRequest:

@@ -3,10 +3,11 @@
 import json
 import logging
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
-from kit import MODEL, ScriptedServer, endless, eventually, receive_until
+from kit import MODEL, PATIENCE, ScriptedServer, endless, eventually, receive_until
 
 from server.http_protocol import BoundedHTTP
 
@@ -163,3 +164,37 @@ def test_nothing_waits_for_the_clients_acknowledgement(server: ScriptedServer, m
         connection.sendall(server.head("GET", "/version", 0))
         receive_until(connection, b"}")
     assert len(seen) == 1 and seen[0] != 0
+
+
+# ---------------------------------------------------------------------- answers to clients that are still sending
+TOO_LARGE_BODY = 17 << 20
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: kit\r\nConnection: close\r\nContent-Length: %d\r\n\r\n",
+        b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n",
+        b"POST /nothing HTTP/1.0\r\nContent-Length: %d\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: kit\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n",
+        b"nonsense %d ",
+    ],
+    ids=["close", "HTTP/1.0", "unknown route", "chunked", "no HTTP"],
+)
+def test_a_refusal_reaches_a_client_that_is_still_sending(server: ScriptedServer, head: bytes):
+    """One that sends all it has before it reads."""
+    with server.connect() as connection:
+        connection.sendall(head % TOO_LARGE_BODY + b"x" * TOO_LARGE_BODY)
+        [(status, headers, body)] = answers(read_all(connection))
+    assert status in (400, 404, 413) and headers["connection"] == "close" and json.loads(body)["error"]["message"]
+
+
+def test_who_never_stops_sending_is_cut_off(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(BoundedHTTP, "linger_seconds", 0.2)
+    with server.connect() as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        assert answers(read_all(connection))[0][0] == 400
+        deadline = time.monotonic() + PATIENCE
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            while time.monotonic() < deadline:
+                connection.sendall(b"x" * 1000)

@@ -99,6 +99,12 @@ class Recorder(asyncio.Transport):
     def write(self, data: bytes) -> None:  # type: ignore[override]
         self.written += data
 
+    def can_write_eof(self) -> bool:
+        return False
+
+    def resume_reading(self) -> None:
+        pass
+
     def is_closing(self) -> bool:
         return self._closing
 
@@ -122,3 +128,22 @@ def test_a37_a_whole_head_in_one_read_is_bounded_too(server: ScriptedServer):
             assert protocol.cycle is None
     finally:
         loop.close()
+
+
+def test_a_stream_for_http_1_0_has_no_chunks(server: ScriptedServer):
+    """As nginx asks unless it is told otherwise."""
+    body = json.dumps({"prompt": "s1", "max_tokens": 3, "stream": True}).encode()
+    with server.connect() as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        head, _, stream = b"".join(iter(lambda: connection.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK") and b"connection: close" in head
+    assert b"transfer-encoding" not in head and b"content-length" not in head
+    frames = stream.split(b"\n\n")
+    assert all(frame.startswith(b"data: ") for frame in frames[:-1]) and frames[-2:] == [b"data: [DONE]", b""]
+
+
+def test_http_1_0_has_lengths_where_they_are_known(server: ScriptedServer):
+    with server.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        head, _, body = b"".join(iter(lambda: connection.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(body) in head and json.loads(body)["status"] == "ok"

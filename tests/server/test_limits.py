@@ -100,6 +100,15 @@ def test_a37_bodies_that_are_too_large(server: ScriptedServer, path: str):
     assert server.http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_compressed_bodies_are_not_taken_for_json(server: ScriptedServer, path: str):
+    packed = server.http.post(path, content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+    assert_refused(packed, 415, code="unsupported_content_encoding")
+    assert "'gzip'" in packed.json()["error"]["message"]
+    plain = server.http.post(path, content=b"{", headers={"content-encoding": "identity"})
+    assert_refused(plain, code="invalid_json")
+
+
 def test_a37_content_parts_are_bounded_over_all_messages(server: ScriptedServer):
     part = {"type": "text", "text": ""}
     two = [user([part] * 8193), user([part] * 8192)]

@@ -92,6 +92,17 @@ def test_what_was_refused_and_what_generates_nothing(server: ScriptedServer, log
     assert not any("prompt_tokens" in line for line in lines(log))
 
 
+def test_what_the_page_asks_for_has_a_line_only_where_it_fails(
+    server: ScriptedServer, log: pytest.LogCaptureFixture
+) -> None:
+    before = server.metric("http_requests_total", handler="/debug/kv", method="GET", status="2xx")
+    assert server.http.get("/debug/kv").status_code == 200
+    assert server.http.get("/debug/kv", headers={"authorization": "Bearer no"}).status_code == 401
+    [line] = lines(log)
+    assert (line["path"], line["status"]) == ("/debug/kv", 401)
+    assert server.metric("http_requests_total", handler="/debug/kv", method="GET", status="2xx") == before + 1
+
+
 def test_no_text_and_no_key_at_any_level(server: ScriptedServer, log: pytest.LogCaptureFixture) -> None:
     server.completion(f"{SECRET_TEXT} s1", user=SECRET_TEXT, cache_salt=SECRET_TEXT)
     server.stream_completion(f"{SECRET_TEXT} s1", stop=[SECRET_TEXT])

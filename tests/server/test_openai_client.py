@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import openai
+import pydantic
 import pytest
 from kit import MODEL, ScriptedServer, endless, eventually
 
@@ -36,6 +38,11 @@ def test_chat(client: openai.OpenAI):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens_details.cached_tokens == 0 and answer.system_fingerprint.startswith("fp_")
     assert answer._request_id
+    several = client.chat.completions.create(model=MODEL, messages=MESSAGES, n=3, max_completion_tokens=4)
+    assert [(c.index, c.message.content, c.finish_reason) for c in several.choices] == [
+        (n, "ABCD", "length") for n in range(3)
+    ]
+    assert several.usage.completion_tokens == 12
 
 
 def test_chat_stream(client: openai.OpenAI):
@@ -57,6 +64,32 @@ def test_stream_helper_accumulates_what_a_whole_answer_has(client: openai.OpenAI
         assert ours.message.content == theirs.message.content == "ABCDEF"
         assert ours.message.role == "assistant" and ours.finish_reason == theirs.finish_reason == "stop"
         assert [e.token for e in ours.logprobs.content] == [e.token for e in theirs.logprobs.content]
+
+
+def test_the_stream_helper_tells_what_happens_in_order(client: openai.OpenAI, server: ScriptedServer):
+    options = {"include_usage": True}
+    fields = {"model": MODEL, "messages": MESSAGES, "logprobs": True, "stop": ["E"], "stream_options": options}
+
+    def read() -> tuple[list[Any], Any]:
+        with client.chat.completions.stream(**fields) as stream:
+            return list(stream), stream.get_final_completion()
+
+    events, final = server.in_slow_motion(read)
+    texts = [(event.delta, event.snapshot) for event in events if event.type == "content.delta"]
+    assert [delta for delta, _ in texts if delta] == ["A", "B", "C", "D"] and texts[-1][1] == "ABCD"
+    others = [event.type for event in events if event.type not in ("chunk", "content.delta")]
+    assert others == ["logprobs.content.delta"] * (len(others) - 2) + ["content.done", "logprobs.content.done"]
+    [done] = [event for event in events if event.type == "content.done"]
+    assert done.content == final.choices[0].message.content == "ABCD"
+    assert final.usage.completion_tokens == final.usage.total_tokens - final.usage.prompt_tokens > 4
+    assert events[0].chunk.choices[0].delta.role == "assistant"
+
+
+def test_usage_may_run_along(client: openai.OpenAI, server: ScriptedServer):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"model": MODEL, "prompt": "s1", "stream": True, "stream_options": options}
+    chunks = server.in_slow_motion(lambda: list(client.completions.create(**fields)))
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 4, 5, 6, 7, 7]
 
 
 def test_completions(client: openai.OpenAI):
@@ -100,6 +133,46 @@ def test_a16_errors_are_the_classes_users_catch(client: openai.OpenAI, server: S
     with pytest.raises(openai.InternalServerError) as failed:
         client.completions.create(model=MODEL, prompt="ill")
     assert failed.value.code == "request_failed"
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(model=MODEL, prompt="s1" * 300)
+    assert too_long.value.code == "context_length_exceeded"
+    assert too_long.value.body["message"].startswith("This model's maximum context length is 512 tokens.")
+    with pytest.raises(openai.PermissionDeniedError) as closed:
+        client.with_options(base_url=f"http://127.0.0.1:{server.port}").get("/load", cast_to=object)
+    assert closed.value.type == "permission_error"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.embeddings.create(model=MODEL, input="x"),
+        lambda client: client.responses.create(model=MODEL, input="x"),
+        lambda client: client.models.delete("nope"),
+    ],
+    ids=["embeddings", "responses", "delete"],
+)
+def test_what_is_not_served_is_said_so(client: openai.OpenAI, call: Callable[[openai.OpenAI], object]):
+    with pytest.raises((openai.NotFoundError, openai.APIStatusError)) as error:
+        call(client)
+    assert error.value.status_code in (404, 405) and error.value.code in ("unknown_url", "method_not_allowed")
+
+
+class Answer(pydantic.BaseModel):
+    word: str
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"response_format": Answer}, "response_format"),
+        ({"tools": [openai.pydantic_function_tool(Answer)]}, "tools"),
+    ],
+    ids=["parse", "tools"],
+)
+def test_what_is_not_built_yet_is_refused_by_name(client: openai.OpenAI, fields: dict[str, object], param: str):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.parse(model=MODEL, messages=MESSAGES, **fields)
+    assert (refused.value.param, refused.value.code) == (param, "unsupported_parameter")
 
 
 def test_a15_an_error_in_a_stream_is_raised(client: openai.OpenAI, server: ScriptedServer):
@@ -113,13 +186,6 @@ def test_a15_an_error_in_a_stream_is_raised(client: openai.OpenAI, server: Scrip
         return "no error"
 
     assert server.in_slow_motion(read) == "AB: The script says that this row fails."
-
-
-def test_a_request_that_cannot_succeed_is_not_repeated(client: openai.OpenAI, server: ScriptedServer):
-    before = server.context.metrics.requests_finished["error"]
-    with pytest.raises(openai.InternalServerError):
-        client.with_options(max_retries=3).completions.create(model=MODEL, prompt="ill")
-    assert server.context.metrics.requests_finished["error"] == before + 1
 
 
 def test_a03_leaving_a_stream_ends_the_work(client: openai.OpenAI, server: ScriptedServer):
@@ -149,23 +215,3 @@ def test_async_client(server: ScriptedServer):
 
     texts, pieces, final = asyncio.run(use())
     assert texts == ["ABC"] * 6 and "".join(pieces) == final == "ABCDEF"
-
-
-def test_overload_is_worth_another_try(server: ScriptedServer, client: openai.OpenAI):
-    """The client waits as long as Retry-After says and is then served."""
-    with ScriptedServer({"s1": b"AB", "long": endless}, max_num_seqs=1, max_num_queued_reqs=0, window=2000) as busy:
-        busy.executor.hold()
-        retrying = openai.OpenAI(base_url=f"http://127.0.0.1:{busy.port}/v1", api_key="none", max_retries=2)
-        with busy.open_request("long"), retrying:
-            busy.step_until(lambda: busy.context.client.stats.running == 1)
-            refused = retrying.with_options(max_retries=0).completions.with_raw_response
-            with pytest.raises(openai.InternalServerError) as error:
-                refused.create(model=MODEL, prompt="s1")
-            assert error.value.status_code == 503 and error.value.code == "overloaded"
-
-            def make_room() -> None:
-                eventually(lambda: busy.context.metrics.rejections["max_num_queued_reqs"] == 2)
-                busy.executor.allow(None)
-
-            threading.Thread(target=make_room).start()
-            assert retrying.completions.create(model=MODEL, prompt="s1").choices[0].text == "AB"

@@ -69,6 +69,12 @@ def test_well(server: ScriptedServer, path: str) -> None:
     assert answer.json() == {"status": "ok", "phase": "ready"}
 
 
+@pytest.mark.parametrize("path", [*LIVENESS, *READINESS, "/version"])
+def test_the_answer_ends_its_line(server: ScriptedServer, path: str) -> None:
+    """For who reads it in a terminal."""
+    assert server.http.get(path).content.endswith(b"}\n")
+
+
 def test_ping_may_be_posted(server: ScriptedServer) -> None:
     assert server.http.post("/ping").json() == {"status": "ok", "phase": "ready"}
 
@@ -99,4 +105,5 @@ def test_dead_says_so_everywhere() -> None:
             assert "The engine has stopped" in error["message"]
             body = server.http.get(path).json()
             assert body["status"] == "unavailable" and body["phase"] == "dead"
+            assert server.http.get(path).content.endswith(b"}\n")
             assert server.http.head(path).status_code == 503

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 
@@ -20,6 +22,7 @@ import httpx2
 import psutil
 import pytest
 import tiny_models
+from kit import eventually
 
 PATIENCE = 60.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +104,17 @@ def serving(
         command.wait()
 
 
+def raw_connection(http: httpx2.Client) -> socket.socket:
+    return socket.create_connection((http.base_url.host, http.base_url.port or 80), PATIENCE)
+
+
+def head(method: str, path: str, length: int, **headers: str) -> bytes:
+    fields = {"Host": "test", "Content-Length": str(length), **headers}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+# ------------------------------------------------------------------ cannot start
 def refusal(*arguments: str) -> str:
     """What a command that cannot start says: one line, exit code 2, no traceback."""
     result = subprocess.run(
@@ -115,44 +129,77 @@ def refusal(*arguments: str) -> str:
     return said
 
 
-# ------------------------------------------------------------------ cannot start
-def test_unknown_file() -> None:
-    assert "--model" in refusal("/nowhere/model.gguf")
-
-
-def test_unknown_architecture(tiny: Path, tmp_path: Path) -> None:
+def of_an_unknown_architecture(tiny: Path, folder: Path) -> str:
     config = json.loads((tiny / "config.json").read_text())
     config["architectures"] = ["MambaForCausalLM"]
     for file in tiny.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    said = refusal(str(tmp_path))
-    assert "MambaForCausalLM" in said and "LlamaForCausalLM" in said
+        (folder / file.name).symlink_to(file)
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return refusal(str(folder))
 
 
-def test_damaged_weights(tiny: Path, tmp_path: Path) -> None:
+def of_damaged_weights(tiny: Path, folder: Path) -> str:
     for file in tiny.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = tmp_path / "model.safetensors"
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    assert "model.safetensors" in refusal(str(tmp_path))
+    return refusal(str(folder))
 
 
-def test_too_little_memory(tiny: Path) -> None:
-    said = refusal(str(tiny), "--kv-cache-memory-bytes", "100TiB")
-    assert "--kv-cache-memory-bytes" in said
-
-
-def test_port_in_use(tiny: Path) -> None:
+def of_a_port_in_use(tiny: Path, folder: Path) -> str:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        assert "--port" in refusal(str(tiny), "--port", str(other.getsockname()[1]))
+        return refusal(str(tiny), "--port", str(other.getsockname()[1]))
 
 
-def test_unknown_flag(tiny: Path) -> None:
-    assert "--max-model-len" in refusal(str(tiny), "--max-model-length", "5")
+REFUSED: dict[str, Callable[[Path, Path], str]] = {
+    "file": lambda tiny, folder: refusal("/nowhere/model.gguf"),
+    "architecture": of_an_unknown_architecture,
+    "weights": of_damaged_weights,
+    "memory": lambda tiny, folder: refusal(str(tiny), "--kv-cache-memory-bytes", "100TiB"),
+    "port": of_a_port_in_use,
+    "flag": lambda tiny, folder: refusal(str(tiny), "--max-model-length", "5"),
+    "certificate": lambda tiny, folder: refusal(str(tiny), "--ssl-certfile", "/nowhere/cert.pem"),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[str]]]:
+    """All of them, two at a time: a process spends its life in imports on one core."""
+    with ThreadPoolExecutor(2) as lanes:
+        yield {name: lanes.submit(start, tiny, tmp_path_factory.mktemp(name)) for name, start in REFUSED.items()}
+
+
+def test_unknown_file(refused: dict[str, Future[str]]) -> None:
+    assert "--model" in refused["file"].result()
+
+
+def test_unknown_architecture(refused: dict[str, Future[str]]) -> None:
+    said = refused["architecture"].result()
+    assert "MambaForCausalLM" in said and "LlamaForCausalLM" in said
+
+
+def test_damaged_weights(refused: dict[str, Future[str]]) -> None:
+    assert "model.safetensors" in refused["weights"].result()
+
+
+def test_too_little_memory(refused: dict[str, Future[str]]) -> None:
+    assert "--kv-cache-memory-bytes" in refused["memory"].result()
+
+
+def test_port_in_use(refused: dict[str, Future[str]]) -> None:
+    assert "--port" in refused["port"].result()
+
+
+def test_unknown_flag(refused: dict[str, Future[str]]) -> None:
+    assert "--max-model-len" in refused["flag"].result()
+
+
+def test_a_certificate_that_is_not_there(refused: dict[str, Future[str]]) -> None:
+    expected = "octavo: --ssl-certfile /nowhere/cert.pem cannot be read: no such file or directory."
+    assert refused["certificate"].result() == expected
 
 
 def copy_packages(target: Path) -> None:
@@ -191,46 +238,133 @@ def test_serves_without_a_compiler_and_says_so(tiny: Path, tmp_path: Path) -> No
 
 
 # ------------------------------------------------------------------ lives and ends
-def test_a39_serves_drains_and_leaves_nothing_behind(tiny: Path) -> None:
-    with serving(tiny) as (command, http):
+@dataclass
+class Life:
+    """What was seen of a server that has ended."""
+
+    code: int
+    errors: list[str]
+    """What it logged, line by line."""
+    engine_left: bool
+    stream: list[str]
+    """Lines of the answer that was under way."""
+
+
+BODY = {"prompt": "hello", "temperature": 0, "ignore_eos": True}
+
+
+def signalled(command: Command, http: httpx2.Client, number: signal.Signals, max_tokens: int) -> Life:
+    """The signal comes in the middle of a stream."""
+    [engine] = command.children()
+    with http.stream("POST", "/v1/completions", json={**BODY, "max_tokens": max_tokens, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        command.process.send_signal(number)
+        rest = [line for line in lines if line]
+    code = command.wait()
+    return Life(code, command.errors, engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE, rest)
+
+
+@pytest.fixture(scope="module")
+def drained(tiny: Path) -> Life:
+    with serving(tiny, "--log-level", "debug") as (command, http):
         assert http.get("/readyz").status_code == 200
+        asked = http.post("/v1/completions", json={**BODY, "max_tokens": 3}, headers={"x-request-id": "mine"})
+        assert asked.status_code == 200
+        return signalled(command, http, signal.SIGTERM, max_tokens=60)
+
+
+def test_a39_serves_drains_and_leaves_nothing_behind(drained: Life) -> None:
+    assert "data: [DONE]" in drained.stream and any('"finish_reason":"length"' in line for line in drained.stream)
+    assert drained.code == 0 and not drained.engine_left
+
+
+def test_both_processes_log_json_lines_where_there_is_no_terminal(drained: Life) -> None:
+    logged = [json.loads(line) for line in drained.errors]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in logged)
+    assert {line["logger"].partition(".")[0] for line in logged} == {"octavo"}
+    requests = [line for line in logged if line["logger"] == "octavo.access" and line["path"] == "/v1/completions"]
+    seen = [(each["generated_tokens"], each["finish_reason"]) for each in requests]
+    assert seen == [(3, "length"), (60, "length")] and requests[0]["id"] == "mine"
+    assert "hello" not in "".join(drained.errors)
+
+
+@pytest.fixture(scope="module")
+def cut_short(tiny: Path) -> Life:
+    with serving(tiny, "--shutdown-timeout", "0", "--log-format", "text") as (command, http):
+        http.get("/v1/models")
+        return signalled(command, http, signal.SIGINT, max_tokens=400)
+
+
+def test_a39_a_long_stream_ends_with_an_error_when_the_drain_time_is_over(cut_short: Life) -> None:
+    assert cut_short.stream[-1] == "data: [DONE]"
+    finished = any('"finish_reason":"length"' in line for line in cut_short.stream)
+    assert finished or "error" in json.loads(cut_short.stream[-2].removeprefix("data: "))
+    assert cut_short.code == 0
+
+
+def test_words_are_logged_if_asked_for(cut_short: Life) -> None:
+    said = "".join(cut_short.errors)
+    assert re.search(r"^\d{4}-.* INFO octavo\.access: GET '/v1/models' 200 .* id=\w+$", said, re.M)
+    assert not any(line.startswith("{") for line in cut_short.errors)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)],
+)
+def test_a39_a_second_signal_ends_the_drain_at_once(tiny: Path, first: signal.Signals, second: signal.Signals) -> None:
+    """Though a request is open, and though the engine hangs: the drain would last ten times as long as the test."""
+    with serving(tiny, "--shutdown-timeout", str(10 * PATIENCE), "--admin-api-key", "adm") as (command, http):
         [engine] = command.children()
-        body = {"prompt": "hello", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
-        with http.stream("POST", "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            command.process.send_signal(signal.SIGTERM)
-            rest = list(lines)
-        assert "data: [DONE]" in rest
-        assert command.wait() == 0
+        engine.suspend()
+        with raw_connection(http) as connection:
+            body = json.dumps({"prompt": "hello", "max_tokens": 60, "stream": True}).encode()
+            connection.sendall(head("POST", "/v1/completions", len(body)) + body)
+            eventually(lambda: http.get("/load", headers={"authorization": "Bearer adm"}).json() == {"server_load": 1})
+            command.process.send_signal(first)
+            eventually(lambda: http.get("/readyz").json()["phase"] == "draining")
+            assert command.process.poll() is None
+            command.process.send_signal(second)
+            assert command.wait() == 128 + second
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a39_a_long_stream_ends_with_an_error_when_the_drain_time_is_over(tiny: Path) -> None:
-    with serving(tiny, "--shutdown-timeout", "0") as (command, http):
-        body = {"prompt": "hello", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
-        with http.stream("POST", "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            command.process.send_signal(signal.SIGINT)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        finished = any('"finish_reason":"length"' in line for line in rest)
-        assert finished or "error" in json.loads(rest[-2].removeprefix("data: "))
+def test_a39_a_body_that_never_comes_is_answered_at_the_end(tiny: Path) -> None:
+    """The drain does not wait for a request that has not arrived; its client is told all the same."""
+    with serving(tiny) as (command, http), raw_connection(http) as connection:
+        connection.sendall(head("POST", "/v1/completions", 1000, Expect="100-continue") + b"{")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100 ")  # the route is reading
+        command.process.send_signal(signal.SIGTERM)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         assert command.wait() == 0
+    status_and_headers, _, body = answer.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert status_and_headers.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: " in status_and_headers
+    assert error["code"] == "engine_not_ready" and "shutting down" in error["message"]
 
 
-def test_a07_a_killed_engine_fails_requests_and_ends_the_server(tiny: Path) -> None:
+@pytest.fixture(scope="module")
+def bereft(tiny: Path) -> Life:
+    """Its engine is killed."""
     with serving(tiny) as (command, http):
         [engine] = command.children()
-        body = {"prompt": "hello", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
         engine.suspend()  # so that the request is certainly still open
-        with http.stream("POST", "/v1/completions", json=body) as answer:
+        with http.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 400, "stream": True}) as answer:
             engine.kill()
             text = "".join(answer.iter_text())
         assert answer.status_code >= 500 or '"error"' in text
-        assert command.wait() == 1
-        assert "signal 9" in "".join(command.errors)
+        return Life(command.wait(), command.errors, False, [text])
+
+
+def test_a07_a_killed_engine_fails_requests_and_ends_the_server(bereft: Life) -> None:
+    assert bereft.code == 1
+    assert "signal 9" in "".join(bereft.errors)
+
+
+def test_an_engine_that_dies_logs_json_too(bereft: Life) -> None:
+    [said] = [line for line in map(json.loads, bereft.errors) if line["level"] == "error"]
+    assert said["logger"] == "octavo.server" and "signal 9" in said["message"]
 
 
 def test_the_engine_ends_with_a_killed_server(tiny: Path) -> None:
@@ -239,39 +373,6 @@ def test_the_engine_ends_with_a_killed_server(tiny: Path) -> None:
         command.process.kill()
         command.wait()
         engine.wait(PATIENCE)
-
-
-# ------------------------------------------------------------------ the log
-def test_both_processes_log_json_lines_where_there_is_no_terminal(tiny: Path) -> None:
-    with serving(tiny, "--log-level", "debug") as (command, http):
-        body = {"prompt": "hello", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
-        assert http.post("/v1/completions", json=body, headers={"x-request-id": "mine"}).status_code == 200
-        command.process.send_signal(signal.SIGTERM)
-        assert command.wait() == 0
-    logged = [json.loads(line) for line in command.errors]
-    assert all({"time", "level", "logger", "message"} <= line.keys() for line in logged)
-    assert {line["logger"].partition(".")[0] for line in logged} == {"octavo"}
-    [request] = [line for line in logged if line["logger"] == "octavo.access"]
-    assert (request["id"], request["generated_tokens"], request["finish_reason"]) == ("mine", 3, "length")
-    assert "hello" not in "".join(command.errors)
-
-
-def test_words_are_logged_if_asked_for(tiny: Path) -> None:
-    with serving(tiny, "--log-format", "text") as (command, http):
-        http.get("/v1/models")
-        command.process.send_signal(signal.SIGTERM)
-        assert command.wait() == 0
-    assert re.search(r"^\d{4}-.* INFO octavo\.access: GET '/v1/models' 200 .* id=\w+$", "".join(command.errors), re.M)
-    assert not any(line.startswith("{") for line in command.errors)
-
-
-def test_an_engine_that_dies_logs_json_too(tiny: Path) -> None:
-    with serving(tiny) as (command, _):
-        [engine] = command.children()
-        engine.kill()
-        assert command.wait() == 1
-    [said] = [line for line in map(json.loads, command.errors) if line["level"] == "error"]
-    assert said["logger"] == "octavo.server" and "signal 9" in said["message"]
 
 
 # ------------------------------------------------------------------ HTTPS
@@ -298,8 +399,3 @@ def test_https(tiny: Path, tmp_path: Path) -> None:
         body = {"prompt": "hello", "max_tokens": 3}
         assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] <= 3
         assert str(http.base_url).startswith("https://127.0.0.1:")
-
-
-def test_a_certificate_that_is_not_there(tiny: Path) -> None:
-    said = refusal(str(tiny), "--ssl-certfile", "/nowhere/cert.pem")
-    assert said == "octavo: --ssl-certfile /nowhere/cert.pem cannot be read: no such file or directory."

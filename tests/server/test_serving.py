@@ -106,11 +106,22 @@ def test_progress_is_a_line_a_phase_where_there_is_no_terminal(stream, caplog: p
     assert caplog.messages == ["downloading", "loading weights"] and (stream is None or not stream.getvalue())
 
 
-def test_progress_is_a_bar_on_a_terminal():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def test_progress_is_silent_where_the_log_leaves_info_out(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("WARNING")
+    out = Terminal()
+    progress = Progress(out)
+    progress.report("loading weights", 0.5)
+    progress.close()
+    assert not out.getvalue() and not caplog.messages
+
+
+def test_progress_is_a_bar_on_a_terminal(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
     out = Terminal()
     progress = Progress(out)
     for done in (0.0, 0.5, 1.0, 1.5):

@@ -87,7 +87,7 @@ def test_bounds_hold_behind_tls(server: ScriptedServer, files: Certificates) -> 
         socket.create_connection(("127.0.0.1", server.port), 20.0) as plain,
         trusting(files).wrap_socket(plain, server_hostname="127.0.0.1") as connection,
     ):
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: kit\r\nX: " + b"x" * (1 << 17))
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: kit\r\nX: " + b"x" * (1 << 20))  # all before it reads
         assert receive_until(connection, b"}}").startswith(b"HTTP/1.1 431 ")
 
 

@@ -76,7 +76,7 @@ def test_a16_routes_and_methods(server: ScriptedServer):
     assert_refused(server.http.get("/v1/models/nope/none"), 404, "model", "model_not_found")
     refused = server.http.delete("/v1/models")
     assert_refused(refused, 405)
-    assert refused.headers["allow"] == "GET"
+    assert refused.headers["allow"] == "GET, HEAD"
     assert_refused(server.http.get("/debug/kv?events=many"), 400, "events")
     assert_refused(server.http.get("/debug/kv?events=1000000"), 400, "events")
 

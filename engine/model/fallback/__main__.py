@@ -1,22 +1,31 @@
-"""`python -m engine.model.fallback FOLDER TRUST`: prints why the model in FOLDER cannot be served, nothing if it can.
+"""`python -m engine.model.fallback FOLDER TRUST`: whether the model in FOLDER can be served.
 
-FOLDER need not hold weights; TRUST is 1 where the model's own code may be run. A process of its own, since the API
-process, which wants to know before it fetches gigabytes, has no torch.
+FOLDER need not hold weights; TRUST is 1 where the model's own code may be run. The exit code is 0 if it can, 3 if not:
+then standard output holds the reason and nothing else. A process of its own, since the API process, which wants to know
+before it fetches gigabytes, has no torch.
 """
 
+import os
 import sys
 from pathlib import Path
 
 from engine.errors import StartupError
 from engine.model.registry import read_config
 
+REFUSED = 3
 
-def main(folder: str, trust_remote_code: str) -> None:
-    try:
-        read_config(Path(folder), trust_remote_code == "1")
-    except StartupError as error:
-        print(error)
+
+def main(folder: str, trust_remote_code: str) -> int:
+    """The exit code."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
+        os.dup2(2, 1)  # what a model's own code prints is no answer
+        try:
+            read_config(Path(folder), trust_remote_code == "1")
+        except StartupError as error:
+            answer.write(str(error))
+            return REFUSED
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

@@ -30,7 +30,7 @@ class Step(Protocol):
         others: dict[str, Any],
     ) -> torch.Tensor:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim], rotated; others: what else the layer asks for, None
-        left out. Returns [T, heads * head_dim]."""
+        left out (`asked_of_softmax`). Returns [T, heads * head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,14 @@ class PagedStep:
     ) -> torch.Tensor:
         layer = module.layer_idx
         assert isinstance(layer, int)
-        return self.attention.forward(layer, q.to(v.dtype), k.to(v.dtype), v, self.batch, float(scale))
+        asked = asked_of_softmax(others)
+        return self.attention.forward(layer, q.to(v.dtype), k.to(v.dtype), v, self.batch, float(scale), *asked)
+
+
+def asked_of_softmax(others: dict[str, Any]) -> tuple[float | None, torch.Tensor | None]:
+    """(softcap, sinks fp32 [heads]), by the names that transformers has for them."""
+    sinks = others.get("s_aux")
+    return others.get("softcap") or None, None if sinks is None else sinks.flatten().float()
 
 
 def attend(

@@ -22,6 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from configs.kv import KVFormat, LayerKV
 from configs.model import ITEMSIZE, DType, ModelConfig, ModelFiles, SizedConfig
 from configs.model_fields import Fields
+from configs.model_rope import windows
 from configs.supported import check, refusal
 from engine.errors import StartupError
 from engine.model.fallback.attention import NAME
@@ -30,8 +31,10 @@ from engine.model.fallback.model import TransformersModel, fix_rope
 PROBE_TOKENS = 3
 MAX_REASON = 300
 """Characters of a library's message that are passed on."""
-HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "is_causal", "sliding_window"}
+HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "is_causal"}
 """What layers hand to an attention function and that asks for nothing but causal attention over the pages."""
+SERVED = {"sliding_window", "softcap", "s_aux"}
+"""What asks for something that Octavo's attention can do."""
 Refuse = Callable[[str], StartupError]
 
 
@@ -51,10 +54,8 @@ class TransformersConfig(SizedConfig):
 
     path: Path
     trust_remote_code: bool
-    max_position: int
-    """Tokens of the window the model declares."""
-    stretch: float
-    """By this much the window may be stretched on request (linear and dynamic position scaling)."""
+    windows: tuple[int, int]
+    """Tokens of context: by default, and at most."""
     calls: tuple[LayerCall, ...]
     parameters: int
     """Numbers stored; a tied head counts once."""
@@ -63,11 +64,11 @@ class TransformersConfig(SizedConfig):
 
     @property
     def window(self) -> int:
-        return self.max_position
+        return self.windows[0]
 
     @property
     def max_window(self) -> int:
-        return int(self.max_position * self.stretch)
+        return self.windows[1]
 
     @property
     def num_parameters(self) -> int:
@@ -114,6 +115,8 @@ def read_transformers_config(path: Path, declared: ModelConfig, trust_remote_cod
             f"transformers' {model_class.__name__} cannot be run over a paged KV cache ({reason(error)})"
         ) from error
     _check_calls(recorder, num_layers, refuse)
+    both = _windows(theirs, max_position)
+    _check_windows(recorder.calls, theirs, both[1], refuse)
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     return TransformersConfig(
         architecture=declared.architecture,
@@ -122,8 +125,7 @@ def read_transformers_config(path: Path, declared: ModelConfig, trust_remote_cod
         generation=declared.generation,
         path=path,
         trust_remote_code=trust_remote_code,
-        max_position=max_position,
-        stretch=_stretch(theirs),
+        windows=both,
         calls=tuple(recorder.calls),
         parameters=parameters,
         tied_parameters=head.weight.numel() if tied else 0,
@@ -136,10 +138,13 @@ def model_class_of(path: Path, trust_remote_code: bool) -> tuple[Any, Any]:
     given = ModelFiles.read(path).config
     own_code = given.get("auto_map")
     own_class = own_code.get("AutoModelForCausalLM") if isinstance(own_code, dict) else None
-    known = given.get("model_type") in CONFIG_MAPPING
+    kind = given.get("model_type")
+    known = isinstance(kind, str) and kind in CONFIG_MAPPING
     library = f"transformers {transformers.__version__}"
     if not known and own_class is None:
         raise refusal(given, f"{library} does not have it")
+    if not known and any("--" in str(place) for place in own_code.values()):
+        raise refusal(given, "its code is in another repository: put it into the model's own folder")
     if not known and not trust_remote_code:
         raise refusal(
             given,
@@ -152,7 +157,7 @@ def model_class_of(path: Path, trust_remote_code: bool) -> tuple[Any, Any]:
             check(Fields(given.where, {**theirs.to_dict(), "architectures": given.get("architectures")}))
             if known:
                 return theirs, AutoModelForCausalLM._model_mapping.get(type(theirs), None)
-            return theirs, get_class_from_dynamic_module(str(own_class), path)
+            return theirs, get_class_from_dynamic_module(str(own_class), path, local_files_only=True)
     except StartupError:
         raise
     except Exception as error:
@@ -170,7 +175,7 @@ def configured(theirs: Any, dtype: torch.dtype) -> Any:
 @contextmanager
 def quiet() -> Iterator[None]:
     """The library's warnings and bars say nothing that our own sentences do not."""
-    level = transformers.logging.get_verbosity()
+    level, has_bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.ERROR)
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -178,6 +183,8 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         transformers.logging.set_verbosity(level)
+        if has_bars:
+            transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def reason(error: Exception) -> str:
@@ -213,7 +220,7 @@ class _Recorder:
             )
         if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             self.complaints.append("attention to later tokens")
-        if strange := sorted(set(others) - HARMLESS):
+        if strange := sorted(set(others) - HARMLESS - SERVED):
             self.complaints.append(f"attention with {', '.join(strange)}")
         self.calls.append(LayerCall(layer or 0, k.shape[1], k.shape[2], window))
         return q.new_empty(q.shape[0], q.shape[1] * v.shape[2])
@@ -249,8 +256,21 @@ def _check_calls(recorder: _Recorder, num_layers: int, refuse: Refuse) -> None:
     recorder.calls.sort(key=lambda call: call.layer)
 
 
-def _stretch(theirs: Any) -> float:
+def _check_windows(calls: list[LayerCall], theirs: Any, max_window: int, refuse: Refuse) -> None:
+    """A window that stands in the library's mask alone, where attention is not told of it, would be ignored."""
+    window = getattr(theirs, "sliding_window", None)
+    if not isinstance(window, int) or window >= max_window or getattr(theirs, "use_sliding_window", True) is False:
+        return
+    kinds = getattr(theirs, "layer_types", None)
+    slide = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * len(calls)
+    untold = [call.layer for call, slides in zip(calls, slide, strict=True) if slides and call.window is None]
+    if (kinds and untold) or len(untold) == len(calls):
+        raise refuse(f"its window of {window} tokens stands in masks alone, which are not built (layer {untold[0]})")
+
+
+def _windows(theirs: Any, max_position: int) -> tuple[int, int]:
+    """(tokens of context served by default, tokens that may be asked for)"""
     rope = getattr(theirs, "rope_parameters", None)
-    if not isinstance(rope, dict) or rope.get("rope_type") not in ("linear", "dynamic"):
-        return 1.0
-    return max(1.0, float(rope.get("factor") or 1.0))
+    rope = rope if isinstance(rope, dict) else {}
+    original = rope.get("original_max_position_embeddings") or max_position
+    return windows(str(rope.get("rope_type")), float(rope.get("factor") or 1.0), original, max_position)

@@ -78,7 +78,8 @@ class RowLinear(Linear):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight: [out, in]; bias: [out]"""
-        super().__init__(weight.shape[1], {"": weight.shape[0]}, bias is not None, weight.dtype)
+        with torch.device(weight.device):
+            super().__init__(weight.shape[1], {"": weight.shape[0]}, bias is not None, weight.dtype)
         for part, tensor in (("weight", weight), ("bias", bias)):
             if tensor is not None:
                 self.load_part("", part, tensor)
@@ -89,14 +90,16 @@ class RowLinear(Linear):
 
 
 def replace_layers(model: nn.Module, progress: Callable[[float], None]) -> None:
-    """Puts our linear layers and experts in place of a loaded model's own, one at a time; `progress`: fraction done."""
+    """Puts our linear layers and experts in place of a loaded model's own: each old one goes before the next comes.
+    `progress` gets the fraction done."""
     found = [
-        (parent, name, child)
+        (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) in (nn.Linear, Conv1D) or hasattr(child, "is_concatenated")
+        if type(child) in (nn.Linear, Conv1D) or is_experts(child)
     ]
-    for number, (parent, name, child) in enumerate(found, 1):
+    for number, (parent, name) in enumerate(found, 1):
+        child = parent.get_submodule(name)
         if isinstance(child, nn.Linear):
             setattr(parent, name, RowLinear(child.weight, child.bias))
         elif isinstance(child, Conv1D):  # GPT-2's linear layer, its weight transposed
@@ -104,6 +107,11 @@ def replace_layers(model: nn.Module, progress: Callable[[float], None]) -> None:
         else:
             child.packed_experts = PackedExperts(child)  # type: ignore[assignment]
         progress(number / len(found))
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Of a class under transformers' `use_experts_implementation`."""
+    return hasattr(module, "is_concatenated")
 
 
 def fix_rope(model: nn.Module, window: int) -> None:

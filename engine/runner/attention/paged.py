@@ -18,10 +18,19 @@ class PagedAttention:
         self._windows = tuple(layout.groups[group].window for group in store.groups)
 
     def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """q: [T, heads, head_dim], rotated; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
         store, window = self.store, self._windows[layer]
         store.write(layer, k, v, batch)
         tables = batch.block_tables[store.groups[layer]]
-        return ops.paged_attention(q, store.pages[layer], tables, batch.query_start, batch.seq_lens, scale, window)
+        where = store.pages[layer], tables, batch.query_start, batch.seq_lens
+        return ops.paged_attention(q, *where, scale, window, softcap, sinks)

@@ -6,11 +6,15 @@
 //     tiles   of 32 tokens at absolute positions: raw scores (q . k), their maximum, one rescale of what was summed so
 //             far, weights exp2(score x scale x log2 e - maximum), rounded to the format, weights x V
 //     splits  of 512 tokens at absolute positions: each starts afresh; (maximum, sum, values) are merged in order
+//     sinks   one logit a query head: at the very end it joins the row's maximum and sum
+//
+// Soft-capped scores are softcap x tanh(score x scale / softcap) in place of score x scale.
 //
 // and the order in which an engine adds products inside a tile. It begins with the first tile and split that hold a
 // token the row sees. Tokens that a row does not see add nothing to it, whatever their slots hold; pages of which no
-// row of a panel sees anything are not read, nor are their entries of the block table. Everything else here only decides which rows share a loaded tile (all query heads of a
-// key/value head; in prefill those of several tokens too) and which thread computes what. Pages are read in place.
+// row of a panel sees anything are not read, nor are their entries of the block table. Everything else here only decides
+// which rows share a loaded tile (all query heads of a key/value head; in prefill those of several tokens too) and which
+// thread computes what. Pages are read in place.
 //
 // An engine does the products: `VectorEngine` (attention_vector.h) or `AmxEngine` (attention_amx.cpp). It has
 //
@@ -49,6 +53,8 @@ struct AttentionCall {
     int64_t sequences;
     int64_t window;  // tokens that a row sees at most; so large that it hides none where there is no window
     float scale;
+    float softcap;  // 0: none
+    const float *sinks;  // [heads], or null
     void *out;  // [T, heads, head_dim]
 
     int64_t group() const { return heads / kv_heads; }
@@ -60,6 +66,7 @@ constexpr int TILE = 32;
 constexpr int SPLIT = 512;
 constexpr int GROUPS = TILE / W;  // vectors of tokens in a tile
 constexpr int PANEL_ROWS = 64;  // most rows of a panel
+constexpr float LOG2_E = 1.44269504f;
 constexpr int STREAMING_ROWS = 16;  // with so few rows a key/value head, memory is what takes the time
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -118,6 +125,16 @@ struct Sums {
         store(weight + row * W, fma(load(next.weight + row * W), b, mul(load(weight + row * W), a)));
         for (int64_t d = row * width; d < (row + 1) * width; d += W)
             store(values + d, fma(load(next.values + d), b, mul(load(values + d), a)));
+        maximum[row] = top;
+    }
+
+    // A logit (base 2) that has no value joins the row.
+    void join(float logit, int row) const {
+        const float top = larger(maximum[row], logit);
+        const Vec a = exp2_negative(splat(maximum[row] - top)), b = exp2_negative(splat(logit - top));
+        store(weight + row * W, mul(load(weight + row * W), a));
+        weight[row * W] += max_of(b);
+        for (int64_t d = row * width; d < (row + 1) * width; d += W) store(values + d, mul(load(values + d), a));
         maximum[row] = top;
     }
 };
@@ -244,6 +261,7 @@ class Worker {
 
     const AttentionCall &call;
     const int64_t width;
+    const float factor;  // from what `weigh` finds in `scores` to exponents of 2
     Engine engine;
     float *scores, *next_max, *rescale;
     uint32_t *weights, *numbers;
@@ -260,7 +278,10 @@ class Worker {
     }
 
     Worker(const AttentionCall &call, Scratch scratch, int rows)
-        : call(call), width(width_of(call)), engine(call, scratch, rows) {
+        : call(call),
+          width(width_of(call)),
+          factor((call.softcap ? call.softcap : call.scale) * LOG2_E),
+          engine(call, scratch, rows) {
         const int64_t padded = round_up(rows, 16);
         scratch.memory += Engine::floats(call, rows);
         scores = scratch.take<float>(padded * TILE);
@@ -288,6 +309,7 @@ class Worker {
             const int r = row % panel.rows;
             const int64_t head = (panel.kv_head + row / panel.rows) * call.group() + panel.first_head + r % panel.heads;
             const int64_t out = ((panel.token + r / panel.heads) * call.heads + head) * call.head_dim;
+            if (call.sinks) total.join(call.sinks[head] * LOG2_E, row);
             const Vec weight = splat(sum_of(load(total.weight + row * W)));
             for (int64_t d = 0; d < width; d += F::PAIR * W) {
                 Vec part[F::PAIR];
@@ -338,15 +360,23 @@ class Worker {
     static int block_start(int first, int last) { return (last - 1 - first) / Engine::BLOCK * Engine::BLOCK + first; }
 
     void weigh(const Panel &panel, int64_t start, int first, int last, const Sums &rows) {
+        if (call.softcap) cap(first, last);
         panel.all_see_tile(start) ? weigh<true>(panel, start, first, last, rows)
                                   : weigh<false>(panel, start, first, last, rows);
+    }
+
+    // Scores of rows [first, last) to tanh(score x scale / softcap).
+    void cap(int first, int last) {
+        const Vec inner = splat(call.scale / call.softcap);
+        for (float *score = scores + first * TILE; score < scores + last * TILE; score += W)
+            store(score, tanh_of(mul(load(score), inner)));
     }
 
     // Scores to weights for rows [first, last) of a head: new maxima, factors to rescale by, and sums of weights.
     // WHOLE: the rows see all of the tile.
     template <bool WHOLE>
     void weigh(const Panel &panel, int64_t start, int first, int last, const Sums &rows) {
-        const Vec scale = splat(call.scale * 1.44269504f);
+        const Vec scale = splat(factor);
         for (int r = first; r < last; r += 4) {
             Vec top[4];
             for (int i = 0; i < 4; i++) {

@@ -46,7 +46,7 @@ class AttentionThere:
 
     name = "none (test)"
 
-    def forward(self, layer, q, k, v, batch, scale):
+    def forward(self, layer, q, k, v, batch, scale, softcap=None, sinks=None):
         assert q.device == k.device == v.device == batch.slot_mapping[0].device == META
         return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 

@@ -106,9 +106,10 @@ def test_a_model_without_a_template_says_so() -> None:
     assert ChatRenderer(byte_tokenizer(template=None), CHATML).render([U("x")])
 
 
-def test_a_broken_template_is_refused_at_start() -> None:
+@pytest.mark.parametrize("template", ["{% for %}", "{% endfor %}"])
+def test_a_broken_template_is_refused_at_start(template: str) -> None:
     with pytest.raises(StartupError, match=r"^--chat-template: the chat template is not valid: [^\n]*[^.]\.$"):
-        renderer("{% for %}")
+        renderer(template)
 
 
 def test_both_ends_at_once_are_refused() -> None:

@@ -92,8 +92,6 @@ def test_window_that_may_be_asked_for(kind: str, stretched: int, tmp_path: Path)
     [
         ("bloom", {}, "attention cannot be replaced in transformers' BloomForCausalLM"),
         ("mamba", {}, "attention cannot be replaced in transformers' MambaForCausalLM"),
-        ("gemma2", {}, "it needs attention with softcap"),
-        ("gpt_oss", {"layer_types": ["full_attention", "full_attention"]}, "it needs attention with s_aux"),
         ("diffllama", {}, "not each of its 2 layers keeps keys and values of its own, once (there were 4 calls"),
         ("doge", {}, "it needs attention with attention_mask"),
         ("nemotron", {}, "its layers do not pass on what attention is given"),
@@ -118,6 +116,42 @@ def test_defaults_of_the_class_are_checked_too(tmp_path: Path) -> None:
 def test_weights_of_another_task(tmp_path: Path) -> None:
     folder = change(config_of(tmp_path, "olmo2"), architectures=["Olmo2ForSequenceClassification"])
     assert "not those of a language model, which would be Olmo2ForCausalLM" in refusal(folder)
+
+
+def test_a_window_that_stands_in_masks_alone(tmp_path: Path) -> None:
+    """PhiMoE hands it to no attention function."""
+    assert "its window of 100 tokens stands in masks alone" in refusal(
+        config_of(tmp_path, "phimoe", sliding_window=100)
+    )
+    assert read(config_of(tmp_path, "phimoe", sliding_window=256)).max_window == 256
+
+
+def test_a_scaled_window_by_yarn(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
+    assert read(config_of(tmp_path, "olmo2", rope_parameters=rope)).windows == (1024, 1024)
+
+
+def test_model_types_that_are_none(tmp_path: Path) -> None:
+    folder = change(config_of(tmp_path, "olmo2"), model_type=["olmo2"])
+    assert "does not have it" in refusal(folder)
+
+
+def test_code_of_another_repository(tmp_path: Path) -> None:
+    own = {"AutoConfig": "some/other--own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    folder = change(config_of(tmp_path, "olmo2"), model_type="own", auto_map=own, architectures=["OwnForCausalLM"])
+    with pytest.raises(StartupError, match="its code is in another repository"):
+        read_config(folder, trust_remote_code=True)
+
+
+def test_transformers_bars_and_warnings_are_as_before(tmp_path: Path) -> None:
+    from transformers.utils import logging
+
+    folder = config_of(tmp_path, "olmo2")
+    logging.enable_progress_bar()
+    level = logging.get_verbosity()
+    read(folder)
+    assert logging.is_progress_bar_enabled() and logging.get_verbosity() == level
+    logging.disable_progress_bar()
 
 
 def test_older_name_of_a_class(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Weights into classes of transformers: what is loaded, refused and checked."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,49 @@ def test_weights_of_another_shape(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 112}))
     message = refusal(folder)
     assert "down_proj.weight" in message or "do not belong together" in message or "cannot be loaded" in message
+
+
+def test_weights_that_have_no_place(tmp_path: Path) -> None:
+    folder = build(tmp_path, FALLBACKS["olmo2"])
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "holds, with no place for it, model.layers.0.self_attn.q_proj.bias" in refusal(folder)
+
+
+def test_quantised_weights_that_the_configuration_does_not_mention(tmp_path: Path) -> None:
+    folder = build(tmp_path, FALLBACKS["olmo2"])
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "lm_head.weight is stored as F8_E4M3" in refusal(folder)
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    folder = build(tmp_path, FALLBACKS["olmo2"])
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/other"}')
+    assert "holds an adapter" in refusal(folder)
+
+
+def test_a_model_that_fails_in_its_own_code(tmp_path: Path) -> None:
+    folder = own_model(tmp_path, "if len(x[0]) != 8 else 1 / 0")
+    assert "OwnForCausalLM cannot be run by Octavo (ZeroDivisionError" in refusal(
+        folder, window=100, trust_remote_code=True
+    )
+
+
+def test_old_weights_are_let_go_one_by_one(tmp_path: Path) -> None:
+    """Never a second copy of the model."""
+    folder = build(tmp_path, FALLBACKS["gpt_neox"])
+    alive: list[int] = []
+    config = read_config(folder, False)
+
+    def count(fraction: float) -> None:
+        gc.collect()
+        alive.append(sum(type(thing) is nn.Linear and not thing.weight.is_meta for thing in gc.get_objects()))
+
+    load_model(folder, config, torch.float32, 256, count)
+    assert alive == list(range(alive[0], alive[0] - len(alive), -1)) and alive[-1] <= 1
 
 
 def test_damaged_and_absent_files(tmp_path: Path) -> None:
