@@ -88,7 +88,7 @@ def resolve_num_blocks(
     """Sizes the KV pools: --num-gpu-blocks-override, else --kv-cache-memory-bytes, else --gpu-memory-utilization, else
     the default: `default_share` in place of the last, or a part of main memory if it is None.
 
-    `window`: tokens that the model and --max-model-len allow (`ModelConfig.effective_window`); `available_bytes`:
+    `window`: tokens that the model and --max-model-len allow (`SizedConfig.effective_window`); `available_bytes`:
     memory that was free before the weights were loaded; `weight_bytes`, `work_bytes`: what they and a step take of it.
     Pools smaller than the window lower the window, with a note. Raises `SettingsError`, which names the flag to
     change, if the weights do not fit, if a stated size does not fit, or if there is no room for a single page.
@@ -205,7 +205,10 @@ def _choose(
         if settings.gpu_memory_utilization is None and max(num_pages) > MAX_GPU_PAGES:
             pages = f"the default limit of {MAX_GPU_PAGES} pages"
             return sizes.for_blocks(MAX_GPU_PAGES), "--num-gpu-blocks-override", pages
-        reason = f"--gpu-memory-utilization {share:g} ({_human(left)} beside the weights)"
+        if settings.gpu_memory_utilization is None:
+            reason = f"by default {share:g} of the GPU's free memory ({_human(left)} beside the weights and a step)"
+        else:
+            reason = f"--gpu-memory-utilization {share:g} ({_human(left)} beside the weights)"
         return num_pages, "--gpu-memory-utilization", reason
     half = int((available_bytes - taken) * AUTO_SHARE)
     options = [

@@ -1,6 +1,6 @@
 """The engine process: takes messages, steps the core, sends one message a step.
 
-    python -P -m engine.process ADDRESS < settings.json, then standard input stays open as long as the parent lives
+    python -m engine.process ADDRESS < settings.json, then standard input stays open as long as the parent lives
 
 The same `EngineServer` runs in a thread of the tests.
 """

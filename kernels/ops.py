@@ -2,7 +2,8 @@
 
 T tokens of a step, B sequences, Hq query heads, Hkv key/value heads, D head_dim, H hidden size. The result for a row
 depends on that row only (in attention: on its own sequence up to it), bit for bit: never on T, B, the row's place or
-the number of threads. Broken contracts are bugs of the caller and end in AssertionError.
+the number of threads (on a CPU; of a GPU that is not claimed yet). Broken contracts are bugs of the caller and end in
+AssertionError.
 """
 
 from dataclasses import dataclass

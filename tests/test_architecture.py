@@ -25,7 +25,7 @@ FLOORS: dict[str, set[str]] = {
     "engine/diagnosis.py": {
         "engine.build", "engine.device", "engine.model", "engine.served_model", "engine.source", *VALUES, "configs",
         "kernels",
-    },  # fmt: skip
+    },
     "engine/text": {"engine.text", "engine.source", "configs", *VALUES},
     "engine/source.py": {"engine.child", "engine.errors", "engine.hub", "configs"},
     "engine/hub.py": {"engine.errors"},

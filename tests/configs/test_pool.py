@@ -150,7 +150,7 @@ def plan_on_gpu(available: int = 80 * GIB, weights: int = 16 * GIB, work: int = 
 def test_a_gpu_gives_nine_tenths_to_weights_step_and_pool() -> None:
     result = plan_on_gpu()
     assert result.num_blocks == (72 - 18) * GIB // SMOLLM2.block_bytes
-    assert result.decided_by == "--gpu-memory-utilization 0.9 (54 GiB beside the weights)"
+    assert result.decided_by == "by default 0.9 of the GPU's free memory (54 GiB beside the weights and a step)"
     assert plan_on_gpu(gpu_memory_utilization=0.5).num_blocks == (40 - 18) * GIB // SMOLLM2.block_bytes
     assert plan_on_gpu(kv_cache_memory_bytes="3GiB").num_blocks == 3 * GIB // SMOLLM2.block_bytes
 

@@ -33,9 +33,7 @@ def runner(tmp_path: Path) -> ModelRunner:
 def test_a_model_that_company_changes_is_warned_of(runner: ModelRunner, caplog) -> None:
     runner.model = Unsteady(runner.model)
     said = build._exactness(runner, CPU)
-    assert (
-        "may be changed a little by other requests" in said and "(the model: other bits in steps of" in said
-    )
+    assert "may be changed a little by other requests" in said and "(the model: other bits in steps of" in said
     assert said in caplog.text
 
 
@@ -73,7 +71,7 @@ def test_a_gpus_pool_leaves_room_for_a_step(tmp_path: Path) -> None:
     config = read_config(tiny_models.build(tmp_path), trust_remote_code=False)
     settings = Settings(gpu_memory_utilization=None)
     _, plan = build.plan_pool(settings, config, device_of(GPU_OF_8_GIB))
-    assert "--gpu-memory-utilization 0.9" in plan.decided_by
+    assert "by default 0.9 of the GPU" in plan.decided_by
     assert 5 * GIB < plan.pool_bytes < 0.9 * 8 * GIB - config.weight_bytes("float32") - 512 * 2**20
     _, on_cpu = build.plan_pool(settings, config, CPU)
     assert "--gpu-memory-utilization" not in on_cpu.decided_by
