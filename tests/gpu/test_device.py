@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 from engines import Engine, Loaded
-from tiny_models import FAMILIES, VARIANTS
+from tiny_models import FALLBACKS, FAMILIES, VARIANTS
 
 from configs.kv import KVFormat, KVLayout
 from configs.pool import step_bytes
@@ -35,9 +35,9 @@ def gpu() -> Device:
     return device
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, "olmo2", "mixtral"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.build(tmp_path_factory.mktemp(request.param) / "tiny", VARIANTS[request.param])
+    return tiny_models.build(tmp_path_factory.mktemp(request.param) / "tiny", (VARIANTS | FALLBACKS)[request.param])
 
 
 def engine_on(place: torch.device, folder: Path, dtype: torch.dtype, chunk: int = 512, **options: object) -> Engine:

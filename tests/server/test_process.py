@@ -172,6 +172,17 @@ def refused(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         yield {name: lanes.submit(start, tiny, tmp_path_factory.mktemp(name)) for name, start in REFUSED.items()}
 
 
+def test_the_engine_learns_no_secrets(tiny: Path) -> None:
+    """Where a model's own code may run, neither its variables nor its command line hold keys."""
+    secrets = {"OCTAVO_API_KEY": "key-1", "OCTAVO_ADMIN_API_KEY": "key-2", "HF_TOKEN": "hf_3"}
+    with serving(tiny, **secrets, OCTAVO_MAX_NUM_SEQS="4") as (command, http):
+        assert http.get("/v1/models", headers={"authorization": "Bearer key-1"}).status_code == 200
+        [engine] = command.children()
+        assert engine.environ()["OCTAVO_MAX_NUM_SEQS"] == "4"
+        known = " ".join([*engine.environ().values(), *engine.cmdline()])
+        assert not any(secret in known for secret in secrets.values())
+
+
 def test_unknown_file(refused: dict[str, Future[str]]) -> None:
     assert "--model" in refused["file"].result()
 
