@@ -1,7 +1,7 @@
 """Other people's tools against the real command, each in an environment of its own: their pins exclude one another.
 
     OCTAVO_E2E_ENVS=FOLDER    keeps the environments there and uses those it finds (default: made anew, thrown away)
-    OCTAVO_E2E_VLLM=COMMAND   a `vllm` of 0.20 or later, which takes gigabytes and is not installed here
+    OCTAVO_E2E_VLLM=COMMAND   a `vllm` (0.32 was tried), which takes gigabytes and is not installed here
 
 The tools get a local tokenizer and a Hub address at which nobody answers: none of them needs the Hub.
 """
