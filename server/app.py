@@ -64,7 +64,7 @@ def create_app(context: ServerContext) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     _answer_head(app)
-    keyless = open_paths(settings.protect_metrics) if settings.api_key else None
+    keyless = _keyless(settings)
     app.openapi = lambda: describe(app, SHAPES, ANSWERS, keyless, settings.root_path)  # type: ignore[method-assign]
     for kind in (OctavoError, HTTPError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
@@ -72,6 +72,16 @@ def create_app(context: ServerContext) -> FastAPI:
     app.add_middleware(APIKeyMiddleware, Keyring(settings.api_key, settings.admin_api_key), settings.protect_metrics)
     app.add_middleware(RequestContext, context.metrics, context.log, settings.root_path)
     return app
+
+
+def _keyless(settings: Settings) -> frozenset[str] | None:
+    """Paths that need no key; None: none needs one."""
+    if settings.api_key:
+        return open_paths(settings.protect_metrics)
+    if settings.admin_api_key:
+        others = [route for router in ROUTERS if router is not control.router for route in router.routes]
+        return frozenset(route.path_format for route in others if isinstance(route, APIRoute))
+    return None
 
 
 def _answer_head(app: FastAPI) -> None:

@@ -125,6 +125,14 @@ def test_it_says_who_needs_a_key(server: ScriptedServer, document: dict[str, Any
             assert ("401" in operation["responses"]) == ("security" in operation) == (answer.status_code == 401), path
 
 
+def test_with_an_admin_key_alone_the_control_routes_need_it():
+    with ScriptedServer({}, admin_api_key="admin") as server:
+        document = server.http.get("/openapi.json").json()
+        closed = {path for path, found in document["paths"].items() if any("security" in one for one in found.values())}
+        assert closed == {"/abort_requests", "/reset_prefix_cache", "/load", "/server_info"}
+        assert "key" in document["components"]["securitySchemes"]
+
+
 def test_without_keys_nobody_needs_one():
     with ScriptedServer({}) as server:
         document = server.http.get("/openapi.json").json()
