@@ -8,13 +8,12 @@
 //     splits  of 512 tokens at absolute positions: each starts afresh; (maximum, sum, values) are merged in order
 //     sinks   one logit a query head: at the very end it joins the row's maximum and sum
 //
-// Soft-capped scores are softcap x tanh(score x scale / softcap) in place of score x scale.
-//
-// and the order in which an engine adds products inside a tile. It begins with the first tile and split that hold a
-// token the row sees. Tokens that a row does not see add nothing to it, whatever their slots hold; pages of which no
-// row of a panel sees anything are not read, nor are their entries of the block table. Everything else here only decides
-// which rows share a loaded tile (all query heads of a key/value head; in prefill those of several tokens too) and which
-// thread computes what. Pages are read in place.
+// and the order in which an engine adds products inside a tile. With a softcap, softcap x tanh(score x scale / softcap)
+// takes the place of score x scale. The sums begin at the first tile and split that hold a token the row sees. Tokens
+// that a row does not see add nothing to it, whatever their slots hold; pages of which no row of a panel sees anything
+// are not read, nor are their entries of the block table. Everything else here only decides which rows share a loaded
+// tile (all query heads of a key/value head; in prefill those of several tokens too) and which thread computes what.
+// Pages are read in place.
 //
 // An engine does the products: `VectorEngine` (attention_vector.h) or `AmxEngine` (attention_amx.cpp). It has
 //

@@ -162,7 +162,7 @@ inline Vec exp2_negative(Vec x) {
     return mul(p, shift_up_23(shifted));
 }
 
-// tanh(x) within 4 ulps, 1 from 9 on, NaN for NaN: x P(x^2) / Q(x^2), minimax on [-9, 9].
+// tanh(x) within 6 ulps, 1 but for 2 of them from 9 on, NaN for NaN: x P(x^2) / Q(x^2), minimax on [-9, 9].
 inline Vec tanh_of(Vec x) {
     const Vec zero = splat(0), least = splat(-9);
     x = sub(zero, max(least, sub(zero, max(least, x))));
