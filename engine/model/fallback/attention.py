@@ -3,8 +3,9 @@
 transformers finds both by a name in the model's configuration; extra keyword arguments of a model's call reach them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,20 +18,34 @@ from kernels import ops
 NAME = "octavo"
 
 
-class Step(Protocol):
-    """What a model's call carries down to its attention layers."""
+HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions"}
+"""What layers hand to an attention function and that asks for nothing but causal attention."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float | torch.Tensor,
-        others: dict[str, Any],
-    ) -> torch.Tensor:
-        """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim], rotated; others: what else the layer asks for, None
-        left out (`asked_of_softmax`). Returns [T, heads * head_dim]."""
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one layer asks of attention, once."""
+
+    layer: int | None
+    """None: it does not say which it is."""
+    q: torch.Tensor
+    """[T, heads, head_dim], rotated; all three with dense heads and dims"""
+    k: torch.Tensor
+    """[T, kv_heads, head_dim]"""
+    v: torch.Tensor
+    """[T, kv_heads, head_dim]"""
+    scale: float | torch.Tensor
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    """fp32 [heads]"""
+    is_causal: bool
+    others: tuple[str, ...]
+    """Names of what else it asks for, which nothing here can do."""
+
+
+Step = Callable[[Asked], torch.Tensor]
+"""What a model's call carries down to its layers' attention; returns [T, heads * head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +55,11 @@ class PagedStep:
     batch: ForwardBatch
     attention: AttentionBackend
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float | torch.Tensor,
-        others: dict[str, Any],
-    ) -> torch.Tensor:
-        layer = module.layer_idx
-        assert isinstance(layer, int)
-        asked = asked_of_softmax(others)
-        return self.attention.forward(layer, q.to(v.dtype), k.to(v.dtype), v, self.batch, float(scale), *asked)
-
-
-def asked_of_softmax(others: dict[str, Any]) -> tuple[float | None, torch.Tensor | None]:
-    """(softcap, sinks fp32 [heads]), by the names that transformers has for them."""
-    sinks = others.get("s_aux")
-    return others.get("softcap") or None, None if sinks is None else sinks.flatten().float()
+    def __call__(self, asked: Asked) -> torch.Tensor:
+        assert asked.layer is not None
+        return self.attention.forward(
+            asked.layer, asked.q, asked.k, asked.v, self.batch, float(asked.scale), asked.softcap, asked.sinks
+        )
 
 
 def attend(
@@ -71,18 +72,30 @@ def attend(
     dropout: float = 0.0,
     *,
     octavo_step: Step | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function for transformers: [1, heads, T, head_dim] -> [1, T, heads, head_dim]"""
     if octavo_step is None:
         raise TypeError("its layers do not pass on what attention is given")
-    if attention_mask is not None:
-        others["attention_mask"] = attention_mask
-    asked = {key: other for key, other in others.items() if other is not None}
-    q, k, v = _rows(query), _rows(key), _rows(value)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = octavo_step.attend(module, q, k, v, scale, asked)
-    return out.view(1, q.shape[0], q.shape[1], v.shape[2]), None
+    others["attention_mask"] = attention_mask
+    layer, v = getattr(module, "layer_idx", None), _rows(value)
+    asked = Asked(
+        layer=layer if isinstance(layer, int) else None,
+        q=_rows(query).to(v.dtype),
+        k=_rows(key).to(v.dtype),
+        v=v,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap or None,
+        sinks=None if s_aux is None else s_aux.flatten().float(),
+        is_causal=is_causal is not False and getattr(module, "is_causal", True) is not False,
+        others=tuple(sorted(name for name, other in others.items() if other is not None and name not in HARMLESS)),
+    )
+    return octavo_step(asked).view(1, asked.q.shape[0], asked.q.shape[1], v.shape[2]), None
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

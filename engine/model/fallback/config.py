@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -25,16 +24,12 @@ from configs.model_fields import Fields
 from configs.model_rope import windows
 from configs.supported import check, refusal
 from engine.errors import StartupError
-from engine.model.fallback.attention import NAME
+from engine.model.fallback.attention import NAME, Asked
 from engine.model.fallback.model import TransformersModel, fix_rope
 
 PROBE_TOKENS = 3
 MAX_REASON = 300
 """Characters of a library's message that are passed on."""
-HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "is_causal"}
-"""What layers hand to an attention function and that asks for nothing but causal attention over the pages."""
-SERVED = {"sliding_window", "softcap", "s_aux"}
-"""What asks for something that Octavo's attention can do."""
 Refuse = Callable[[str], StartupError]
 
 
@@ -201,29 +196,21 @@ class _Recorder:
     calls: list[LayerCall] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float | torch.Tensor,
-        others: dict[str, Any],
-    ) -> torch.Tensor:
-        layer, window = getattr(module, "layer_idx", None), others.get("sliding_window")
-        if not isinstance(layer, int):
+    def __call__(self, asked: Asked) -> torch.Tensor:
+        (_, heads, _), (_, kv_heads, head_dim), (*_, value_dim) = asked.q.shape, asked.k.shape, asked.v.shape
+        if asked.layer is None:
             self.complaints.append("an attention layer does not say which it is")
-        if k.shape[2] != v.shape[2] or k.shape[2] % 2 or q.shape[1] % k.shape[1]:
+        if head_dim != value_dim or head_dim % 2 or heads % kv_heads:
             self.complaints.append(
-                f"keys of {k.shape[1]} x {k.shape[2]} numbers beside values of {v.shape[1]} x {v.shape[2]} and "
-                f"{q.shape[1]} query heads"
+                f"{heads} query heads and keys of {kv_heads} x {head_dim} numbers beside values of "
+                f"{asked.v.shape[1]} x {value_dim}"
             )
-        if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        if not asked.is_causal:
             self.complaints.append("attention to later tokens")
-        if strange := sorted(set(others) - HARMLESS - SERVED):
-            self.complaints.append(f"attention with {', '.join(strange)}")
-        self.calls.append(LayerCall(layer or 0, k.shape[1], k.shape[2], window))
-        return q.new_empty(q.shape[0], q.shape[1] * v.shape[2])
+        if asked.others:
+            self.complaints.append(f"attention with {', '.join(asked.others)}")
+        self.calls.append(LayerCall(asked.layer or 0, kv_heads, head_dim, asked.window))
+        return asked.q.new_empty(len(asked.q), heads * value_dim)
 
 
 def _size(theirs: Any, key: str, refuse: Refuse) -> int:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache
 
 from engine.errors import StartupError
-from engine.model.fallback.attention import NAME, asked_of_softmax
+from engine.model.fallback.attention import NAME, Asked
 from engine.model.fallback.config import TransformersConfig, configured, model_class_of, quiet, reason
 from engine.model.fallback.model import TransformersModel, fix_rope, is_experts, replace_layers
 from engine.model.weights import SafetensorsSource, ignorable, named
@@ -125,23 +124,16 @@ class _Contiguous:
         self.windows = windows
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float | torch.Tensor,
-        others: dict[str, Any],
-    ) -> torch.Tensor:
-        layer = module.layer_idx
-        assert isinstance(layer, int)
-        if layer in self._kept:
-            k, v = (torch.cat(parts) for parts in zip(self._kept[layer], (k, v), strict=True))
-        self._kept[layer] = k, v
-        out = torch.empty_like(q, dtype=v.dtype)
+    def __call__(self, asked: Asked) -> torch.Tensor:
+        assert asked.layer is not None
+        k, v = asked.k, asked.v
+        if asked.layer in self._kept:
+            k, v = (torch.cat(parts) for parts in zip(self._kept[asked.layer], (k, v), strict=True))
+        self._kept[asked.layer] = k, v
         k, v = (x.transpose(0, 1).float() for x in (k, v))
-        attend_together(q, k, v, float(scale), self.windows[layer], *asked_of_softmax(others), out)
+        out = torch.empty_like(asked.q)
+        window = self.windows[asked.layer]
+        attend_together(asked.q, k, v, float(asked.scale), window, asked.softcap, asked.sinks, out)
         return out.flatten(1)
 
 
