@@ -51,6 +51,12 @@ class SizedConfig(ModelConfig, ABC):
     """A model whose every size is known: what the pool, the KV layout and the start-up block compute with."""
 
     @property
+    def title(self) -> str:
+        """Architecture and size, in words."""
+        millions = self.num_parameters / 1e6
+        return f"{self.architecture}, {millions:.{0 if millions >= 10 else 2}f} million parameters"
+
+    @property
     @abstractmethod
     def window(self) -> int:
         """Tokens of context served by default."""

@@ -39,9 +39,12 @@ def read_model(path: Path) -> ModelConfig:
 
 def check(config: Fields) -> None:
     """Raises `StartupError` for what nothing here can run."""
-    for applies, reason in REFUSALS:
+    for applies, words in WRONG_FILES:
         if found := applies(config):
-            raise refusal(config, reason.format(found=found))
+            raise StartupError(f"--model: {config.where} ({architecture(config)}): {words.format(found=found)}.")
+    for applies, words in REFUSALS:
+        if found := applies(config):
+            raise refusal(config, words.format(found=found))
 
 
 def refusal(config: Fields, words: str) -> StartupError:
@@ -76,12 +79,16 @@ def _given(*keys: str) -> Callable[[Fields], object]:
     return lambda config: next((key for key in keys if config.get(key)), None)
 
 
-REFUSALS: tuple[tuple[Callable[[Fields], object], str], ...] = (
+Rule = tuple[Callable[[Fields], object], str]
+"""(finds it, words)"""
+WRONG_FILES: tuple[Rule, ...] = (
     (
         lambda c: c.get("num_files") not in (None, 0, 1),
         "the GGUF is split into several files: join them with llama-gguf-split --merge",
     ),
     (_quantisation, "its weights are quantised ({found}): take the bf16, fp16 or fp32 weights, or a GGUF file"),
+)
+REFUSALS: tuple[Rule, ...] = (
     (lambda c: c.get("is_encoder_decoder"), "encoder-decoder models are not supported"),
     (
         _given("vision_config", "audio_config", "text_config"),
@@ -91,4 +98,3 @@ REFUSALS: tuple[tuple[Callable[[Fields], object], str], ...] = (
     (_other_layers, "layers of the kind {found} are not supported"),
     (_given("num_kv_shared_layers"), "layers that share keys and values are not supported (it has {found})"),
 )
-"""(finds it, words)"""

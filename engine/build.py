@@ -99,7 +99,7 @@ def plan_pool(settings: Settings, config: SizedConfig, device: Device) -> tuple[
 def _summary(name: str, config: SizedConfig, device: Device, plan: PoolPlan, layout: KVLayout) -> dict[str, str]:
     """The start-up block's lines, in order."""
     return {
-        "model": f"{name} ({config.architecture}, {config.num_parameters / 1e6:.0f} million parameters)",
+        "model": f"{name} ({config.title})",
         "dtype": device.dtype_name + (f" ({device.dtype_note})" if device.dtype_note else ""),
         "device": device.words,
         "attention": _kernel("paged_attention", device),

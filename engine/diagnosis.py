@@ -183,10 +183,9 @@ def model(settings: Settings, device: Device) -> dict[str, str]:
     config = read_config(source.path, settings.trust_remote_code)
     ServedModel.load(source, settings)
     layout, plan = plan_pool(settings, config, device)
-    parameters = f"{config.num_parameters / 1e6:.0f} million parameters"
     weights = config.weight_bytes(device.dtype_name)
     return {
-        "model": f"{source.name} ({config.architecture}, {parameters})",
+        "model": f"{source.name} ({config.title})",
         "found at": f"{source.path} ({source.origin})",
         "weights": _gib(weights),
         "KV cache": f"{plan.num_blocks} pages of {settings.block_size} tokens = {plan.num_tokens} tokens, "

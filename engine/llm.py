@@ -43,6 +43,8 @@ class RequestOutput:
     cached_tokens: int = 0
     """Prompt tokens that the first choice found in the cache."""
     num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens from the second on, where they were asked for."""
 
 
 class LLM:
@@ -146,6 +148,8 @@ class LLM:
         if output.finish_reason == "error":
             raise RequestFailed(output.error or "the request failed")
         processor, result = waiting[output.request_id]
+        if output.prompt_logprobs is not None:
+            result.prompt_logprobs = [*(result.prompt_logprobs or ()), *output.prompt_logprobs]
         result.num_preemptions = max(result.num_preemptions, output.num_preemptions)
         delta = processor.push(output)
         if delta is not None:

@@ -42,8 +42,10 @@ class Progress:
             self._bar = None
 
 
-def startup_block(model: str, ready: EngineReady, settings: Settings, host: str, port: int) -> str:
-    """Model, machine, pool, address, and a command to paste."""
+def startup_block(
+    model: str, ready: EngineReady, settings: Settings, host: str, port: int, *, chats: bool = True
+) -> str:
+    """Model, machine, pool, address, and a command to paste. chats: the model has a chat template."""
     url = f"{'https' if settings.ssl_certfile else 'http'}://{_shown(host)}:{port}"
     lines = {**ready.summary, "address": f"{url} (API {url}/v1, metrics {url}/metrics)"}
     if host in EVERYWHERE:
@@ -52,8 +54,9 @@ def startup_block(model: str, ready: EngineReady, settings: Settings, host: str,
     width = max(map(len, lines))
     rows = "\n".join(f"  {name:<{width}}  {value}" for name, value in lines.items())
     key = " -H 'Authorization: Bearer KEY'" if settings.api_key else ""
-    body = json.dumps({"messages": [{"role": "user", "content": "What is an octavo?"}], "max_tokens": 64})
-    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    asks = {"messages": [{"role": "user", "content": "What is an octavo?"}]} if chats else {"prompt": "An octavo is"}
+    path, body = "chat/completions" if chats else "completions", json.dumps({**asks, "max_tokens": 64})
+    curl = f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"
     return f"\nOctavo serves {model}\n{rows}\n\n  {curl}\n"
 
 

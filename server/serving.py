@@ -148,7 +148,9 @@ class Serving:
         client = self._context.engine()
         assert client.info is not None
         host, port = listener.getsockname()[:2]
-        print(startup_block(client.model.name, client.info, self._context.settings, host, port), flush=True)
+        chats = client.model.chat.has_template
+        block = startup_block(client.model.name, client.info, self._context.settings, host, port, chats=chats)
+        print(block, flush=True)
 
     async def _close(self) -> None:
         self._context.log.throughput.close()

@@ -329,8 +329,6 @@ def test_senseless_values(changes: dict[str, Any], words: str, tmp_path: Path) -
         ({"architectures": ["JambaForCausalLM"], "layers_block_type": ["mamba", "attention"]}, "the kind mamba"),
         ({"architectures": ["Qwen3NextForCausalLM"], "layer_types": ["linear_attention"]}, "the kind linear_attention"),
         ({"architectures": ["Gemma3nForCausalLM"], "num_kv_shared_layers": 15}, "share keys and values"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "its weights are quantised (awq)"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "its weights are quantised (gptq)"),
     ],
 )
 def test_what_is_not_supported_says_what_is(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -349,6 +347,13 @@ def test_of_other_architectures_the_files_are_not_asked_more(tmp_path: Path) -> 
     assert read(tmp_path, {"model_type": "olmo", "vocab_size": 99}).architecture == "olmo"
     with pytest.raises(StartupError, match=r"vocab_size is missing"):
         read(tmp_path, {"model_type": "olmo"})
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_quantised_weights_are_the_wrong_files(method: str, tmp_path: Path) -> None:
+    """The architecture is served, so no list of architectures follows."""
+    message = refusal(tmp_path, quantization_config={"quant_method": method, "bits": 4})
+    assert f"its weights are quantised ({method}): take the bf16" in message and "Supported are" not in message
 
 
 def test_folder_without_a_config(tmp_path: Path) -> None:

@@ -82,6 +82,18 @@ def test_cached_tokens_and_logprobs(llm: LLM) -> None:
     assert cold.outputs[0].logprobs is not None and len(cold.outputs[0].logprobs) == 4
 
 
+def test_log_probabilities_of_the_prompt(llm: LLM) -> None:
+    """Scored as text, and as what was generated."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
+    [written] = llm.generate("one text", params)
+    assert written.prompt_logprobs is None
+    ids = written.prompt_token_ids + written.outputs[0].token_ids
+    [scored] = llm.generate([ids], SamplingParams(max_tokens=0, prompt_logprobs=2))
+    assert scored.prompt_logprobs is not None and len(scored.prompt_logprobs) == len(ids) - 1
+    assert [one.logprob for one in scored.prompt_logprobs[-6:]] == [one.logprob for one in written.outputs[0].logprobs]
+    assert all(len(one.top_ids) == 2 for one in scored.prompt_logprobs)
+
+
 def test_chat(llm: LLM) -> None:
     answer = llm.chat([{"role": "user", "content": "hello"}], GREEDY)
     assert len(answer.outputs[0].token_ids) == 12

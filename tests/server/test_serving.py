@@ -91,6 +91,11 @@ def test_the_start_up_block_has_a_command_to_paste():
     assert "Authorization" not in block
 
 
+def test_a_model_without_a_chat_template_is_asked_otherwise():
+    block = startup_block("tiny", READY, Settings(), "127.0.0.1", 8123, chats=False)
+    assert "/v1/completions" in block and '"prompt"' in block and "chat/completions" not in block
+
+
 def test_the_start_up_block_shows_that_a_key_is_needed_but_not_the_key():
     block = startup_block("tiny", READY, Settings(api_key=("secret",)), "::1", 8000)
     assert "Authorization: Bearer KEY" in block and "secret" not in block and "http://[::1]:8000" in block

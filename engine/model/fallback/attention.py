@@ -22,6 +22,10 @@ HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions"}
 """What layers hand to an attention function and that asks for nothing but causal attention."""
 
 
+class Unsuitable(Exception):
+    """A class of transformers cannot be served; the text says why, without a full stop."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What one layer asks of attention, once."""
@@ -80,7 +84,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """An attention function for transformers: [1, heads, T, head_dim] -> [1, T, heads, head_dim]"""
     if octavo_step is None:
-        raise TypeError("its layers do not pass on what attention is given")
+        raise Unsuitable("its layers do not hand on what attention needs")
     others["attention_mask"] = attention_mask
     layer, v = getattr(module, "layer_idx", None), _rows(value)
     asked = Asked(

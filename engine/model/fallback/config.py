@@ -24,7 +24,7 @@ from configs.model_fields import Fields
 from configs.model_rope import windows
 from configs.supported import check, refusal
 from engine.errors import StartupError
-from engine.model.fallback.attention import NAME, Asked
+from engine.model.fallback.attention import NAME, Asked, Unsuitable
 from engine.model.fallback.model import TransformersModel, fix_rope
 
 PROBE_TOKENS = 3
@@ -56,6 +56,10 @@ class TransformersConfig(SizedConfig):
     """Numbers stored; a tied head counts once."""
     tied_parameters: int
     """Numbers of a head that is the embedding's table too: it is packed, a second copy."""
+
+    @property
+    def title(self) -> str:
+        return f"{super().title}, through transformers' own code"
 
     @property
     def window(self) -> int:
@@ -137,7 +141,7 @@ def model_class_of(path: Path, trust_remote_code: bool) -> tuple[Any, Any]:
     known = isinstance(kind, str) and kind in CONFIG_MAPPING
     library = f"transformers {transformers.__version__}"
     if not known and own_class is None:
-        raise refusal(given, f"{library} does not have it")
+        raise refusal(given, f"{library} does not have it; a newer release may")
     if not known and any("--" in str(place) for place in own_code.values()):
         raise refusal(given, "its code is in another repository: put it into the model's own folder")
     if not known and not trust_remote_code:
@@ -183,7 +187,9 @@ def quiet() -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """The first line of a library's message."""
+    """Our own words, or the first line of a library's message."""
+    if isinstance(error, Unsuitable):
+        return str(error)
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:MAX_REASON]}".rstrip(" .:")
 
@@ -226,9 +232,12 @@ def _check_class(model_class: Any, architecture: str, refuse: Refuse) -> None:
         raise refuse("transformers has no class of it that generates text")
     name = model_class.__name__
     if architecture != name and hasattr(transformers, architecture):
-        raise refuse(f"its weights are not those of a language model, which would be {name}")
+        raise refuse(f"its weights are of another task; text is generated with {name}")
     if not model_class._supports_attention_backend:
-        raise refuse(f"attention cannot be replaced in transformers' {name}")
+        raise refuse(
+            f"transformers' {name} has no attention that can be replaced: it keeps another state than keys and "
+            "values, or its code is of an older kind"
+        )
 
 
 def _check_calls(recorder: _Recorder, num_layers: int, refuse: Refuse) -> None:
@@ -237,8 +246,8 @@ def _check_calls(recorder: _Recorder, num_layers: int, refuse: Refuse) -> None:
     layers = [call.layer for call in recorder.calls]
     if sorted(layers) != list(range(num_layers)):
         raise refuse(
-            f"not each of its {num_layers} layers keeps keys and values of its own, once (there were {len(layers)} "
-            f"calls for attention, of {len(set(layers))} layers)"
+            f"each of its {num_layers} layers would have to use attention once, over keys and values of its own; it is "
+            f"used {len(layers)} times, in {len(set(layers))} layers"
         )
     recorder.calls.sort(key=lambda call: call.layer)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
@@ -21,6 +22,7 @@ from engine.model.base import CausalLM
 from engine.model.fallback.attention import PackedExperts, PagedStep, Step
 from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.model.layers.linear import Linear
+from kernels import ops
 
 
 class TransformersModel(CausalLM):
@@ -89,6 +91,34 @@ class RowLinear(Linear):
         return super().forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
 
 
+class RowWeight(torch.Tensor):
+    """A weight in a module that multiplies by it itself (`functional.linear`), as routers of experts do: those products
+    are ours, so that a row does not depend on its company. Everything else is torch's."""
+
+    packed: ops.PackedLinear
+
+    @classmethod
+    def of(cls, weight: torch.Tensor | None) -> "RowWeight":
+        """weight: [out, in]"""
+        assert weight is not None
+        made: RowWeight = torch.Tensor._make_subclass(cls, weight.detach())
+        made.packed = ops.pack_linear(weight.detach().contiguous())
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        options = options or {}
+        if function is functional.linear and len(arguments) > 1 and isinstance(arguments[1], RowWeight):
+            x, weight, bias = (*arguments, options.get("bias"))[:3]
+            if x.dtype == weight.dtype:
+                rows = ops.linear(x.reshape(-1, x.shape[-1]), weight.packed).view(*x.shape[:-1], -1)
+                return rows if bias is None else rows + bias
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*arguments, **options)
+
+
 def replace_layers(model: nn.Module, progress: Callable[[float], None]) -> None:
     """Puts our linear layers and experts in place of a loaded model's own: each old one goes before the next comes.
     `progress` gets the fraction done."""
@@ -96,7 +126,7 @@ def replace_layers(model: nn.Module, progress: Callable[[float], None]) -> None:
         (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) in (nn.Linear, Conv1D) or is_experts(child)
+        if type(child) in (nn.Linear, Conv1D) or is_experts(child) or _is_router(child)
     ]
     for number, (parent, name) in enumerate(found, 1):
         child = parent.get_submodule(name)
@@ -104,9 +134,20 @@ def replace_layers(model: nn.Module, progress: Callable[[float], None]) -> None:
             setattr(parent, name, RowLinear(child.weight, child.bias))
         elif isinstance(child, Conv1D):  # GPT-2's linear layer, its weight transposed
             setattr(parent, name, RowLinear(child.weight.T, child.bias))
-        else:
+        elif is_experts(child):
             child.packed_experts = PackedExperts(child)  # type: ignore[assignment]
+        else:
+            weight = RowWeight.of(child._parameters["weight"])
+            del child.weight
+            child.weight = weight
         progress(number / len(found))
+
+
+def _is_router(module: nn.Module) -> bool:
+    """A leaf with a matrix of its own that is neither a table nor one of torch's layers."""
+    weight = module._parameters.get("weight")
+    is_torchs = type(module).__module__.startswith("torch.") or isinstance(module, nn.Linear | nn.Embedding)
+    return weight is not None and weight.dim() == 2 and not is_torchs and not any(module.children())
 
 
 def is_experts(module: nn.Module) -> bool:

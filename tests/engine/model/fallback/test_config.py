@@ -90,11 +90,15 @@ def test_window_that_may_be_asked_for(kind: str, stretched: int, tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "values", "words"),
     [
-        ("bloom", {}, "attention cannot be replaced in transformers' BloomForCausalLM"),
-        ("mamba", {}, "attention cannot be replaced in transformers' MambaForCausalLM"),
-        ("diffllama", {}, "not each of its 2 layers keeps keys and values of its own, once (there were 4 calls"),
+        ("bloom", {}, "BloomForCausalLM has no attention that can be replaced"),
+        ("mamba", {}, "MambaForCausalLM has no attention that can be replaced: it keeps another state"),
+        (
+            "diffllama",
+            {},
+            "each of its 2 layers would have to use attention once, over keys and values of its own; it is used 4",
+        ),
         ("doge", {}, "it needs attention with attention_mask"),
-        ("nemotron", {}, "its layers do not pass on what attention is given"),
+        ("nemotron", {}, "(its layers do not hand on what attention needs)"),
         ("deepseek_v2", {}, "multi-head latent attention is not supported (it has a kv_lora_rank)"),
         ("minimax", {}, "layers of the kind linear_attention are not supported"),
         ("bart", {}, "encoder-decoder models are not supported"),
@@ -115,7 +119,7 @@ def test_defaults_of_the_class_are_checked_too(tmp_path: Path) -> None:
 
 def test_weights_of_another_task(tmp_path: Path) -> None:
     folder = change(config_of(tmp_path, "olmo2"), architectures=["Olmo2ForSequenceClassification"])
-    assert "not those of a language model, which would be Olmo2ForCausalLM" in refusal(folder)
+    assert "of another task; text is generated with Olmo2ForCausalLM" in refusal(folder)
 
 
 def test_a_window_that_stands_in_masks_alone(tmp_path: Path) -> None:
