@@ -10,6 +10,7 @@ import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine import NotReady
@@ -45,6 +46,8 @@ class RequestContext:
             scope["path"] = scope["path"][len(self._root_path) :]
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        if scope["path"] == self._root_path:  # the page's own links start from the slash
+            return await RedirectResponse(self._root_path + "/")(scope, receive, send)
         request_id = request_id_from(Headers(scope=scope).get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
         started, status = time.monotonic(), 0

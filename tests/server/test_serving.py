@@ -156,12 +156,13 @@ def test_root_path():
         assert server.http.get("/llm/one/openapi.json").json()["servers"] == [{"url": "/llm/one"}]
         for path in (
             "/llm/v1/models",
-            "/llm/one",
             "/llm/onev1/models",
             "/LLM/one/v1/models",
             "/llm/one/llm/one/v1/models",
         ):
             assert server.http.get(path).status_code == 404, path
+        bare = server.http.get("/llm/one", headers=nobody)
+        assert (bare.status_code, bare.headers["location"]) == (307, "/llm/one/")
         assert server.metric("http_requests_total", handler="/v1/completions", method="POST", status="2xx") == 2
 
 

@@ -85,7 +85,7 @@ def _as_report(event: Event, tenant: str | None) -> Report:
     }
     if event.other_id is not None:
         report["for_request_id"] = event.other_id if see_other else None
-    if tenant is None:
+    if tenant is None and event.tenant is not None:
         report["tenant"] = event.tenant
     return report | event.numbers
 
