@@ -143,6 +143,7 @@ def versions() -> dict[str, str]:
     found = {"octavo": VERSION, "python": platform.python_version(), "system": platform.platform()}
     for name in LIBRARIES:
         found[name] = importlib.metadata.version(name)
+    found["torch"] = torch.__version__  # with the build: +cpu, +cu130
     try:
         found["compiler"] = compiler_version(find_compiler())
     except BuildError as error:
