@@ -83,7 +83,8 @@ def test_everything_a_process_logs(log_format: str) -> None:
     code = (
         "import sys, logging, warnings; from engine.logs import configure_logging; configure_logging(*sys.argv[1:])\n"
         "logging.getLogger('octavo.x').info('ours'); logging.getLogger('uvicorn.error').error('theirs')\n"
-        "logging.getLogger('uvicorn.error').info('too much'); warnings.warn('a warning')"
+        "logging.getLogger('uvicorn.error').info('too much')\n"
+        "warnings.warn('a warning')"
     )
     command = [sys.executable, "-W", "default", "-c", code, "info", log_format]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
