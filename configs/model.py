@@ -120,7 +120,8 @@ class ModelFiles:
 def architecture(config: Fields) -> str:
     names = config.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
-    return str(first or config.get("model_type") or "no architecture")
+    name = str(first or config.get("model_type") or "no architecture")
+    return name.encode("utf-8", "replace").decode()  # JSON may hold halves of characters
 
 
 def declared_dtype(config: Fields) -> DType | None:

@@ -14,6 +14,7 @@ SUPPORTED = (
     f"Supported are {', '.join(FAMILIES)}, GGUF files of {', '.join(GGUF_ARCHITECTURES)}, and through the library "
     "transformers other decoders whose layers all keep keys and values of softmax attention"
 )
+MAX_LAYERS = 4096
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
@@ -71,6 +72,12 @@ def _other_layers(config: Fields) -> str:
     return ", ".join(sorted({str(kind) for kind in kinds} - {*ATTENTION_LAYERS, "attention"}))
 
 
+def _layers(config: Fields) -> object:
+    """A number of layers that no model has; to build them would take all memory."""
+    counts = (config.get(key) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    return next((count for count in counts if isinstance(count, int) and count > MAX_LAYERS), None)
+
+
 def _experts(config: Fields) -> bool:
     return any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
 
@@ -89,6 +96,7 @@ WRONG_FILES: tuple[Rule, ...] = (
     (_quantisation, "its weights are quantised ({found}): take the bf16, fp16 or fp32 weights, or a GGUF file"),
 )
 REFUSALS: tuple[Rule, ...] = (
+    (_layers, f"{{found}} layers are too many: at most {MAX_LAYERS} are built"),
     (lambda c: c.get("is_encoder_decoder"), "encoder-decoder models are not supported"),
     (
         _given("vision_config", "audio_config", "text_config"),

@@ -78,7 +78,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes each prompt (text, or token ids), all together; results in the order of the prompts.
 
-        Raises `InvalidRequest` or `TypeError` before anything runs, `RequestFailed` where a sequence fails.
+        Raises `InvalidRequest` or `TypeError` before anything runs, `RequestFailed` where a sequence fails. Anything
+        else, Ctrl-C too, ends the engine in the middle of a step: it is shut down then.
         """
         batch = _as_batch(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
@@ -138,8 +139,14 @@ class LLM:
             while waiting:
                 for output in core.step():
                     self._take(output, waiting)
+        except RequestFailed:
+            raise
+        except BaseException:  # Ctrl-C too: a step that was cut short leaves the engine's parts at odds
+            self.shutdown()
+            raise
         finally:
-            core.abort(list(waiting), "abort")
+            if self._built is not None:
+                core.abort(list(waiting), "abort")
         return results
 
     def _take(self, output: TokenOutput, waiting: dict[str, tuple[OutputProcessor, RequestOutput]]) -> None:

@@ -323,6 +323,9 @@ def test_senseless_values(changes: dict[str, Any], words: str, tmp_path: Path) -
     ("changes", "words"),
     [
         ({"num_local_experts": 8}, "(LlamaForCausalLM): mixtures of experts"),
+        ({"num_hidden_layers": 10**9}, "1000000000 layers are too many"),
+        ({"architectures": ["GPT2LMHeadModel"], "n_layer": 200000}, "200000 layers are too many"),
+        ({"architectures": ["\ud800"], "is_encoder_decoder": True}, "(?): encoder-decoder models"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, "multi-head latent attention"),
         ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "encoder-decoder models"),
         ({"architectures": ["LlavaForConditionalGeneration"], "vision_config": {"depth": 2}}, "images or sound"),

@@ -141,6 +141,25 @@ def test_the_end_of_a_with_block_frees_the_model(tmp_path: Path) -> None:
             use()
 
 
+def test_an_interrupted_step_shuts_the_engine_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than go on with parts that are at odds."""
+    with LLM(str(tiny_models.build(tmp_path)), dtype="float32", num_gpu_blocks_override=32, num_threads=1) as llm:
+        assert llm._built is not None
+        executor, steps = llm._built._executor, iter(range(5))
+        sample = executor.sample
+
+        def interrupted(*arguments: Any) -> Any:
+            if next(steps) == 3:
+                raise KeyboardInterrupt
+            return sample(*arguments)
+
+        monkeypatch.setattr(executor, "sample", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["one", "two"], GREEDY)
+        with pytest.raises(RuntimeError, match="has been shut down"):
+            llm.generate("three", GREEDY)
+
+
 def test_an_error_in_a_with_block_frees_the_model_too(tmp_path: Path) -> None:
     with (
         pytest.raises(ZeroDivisionError),

@@ -159,7 +159,7 @@ def model_class_of(path: Path, trust_remote_code: bool) -> tuple[Any, Any]:
             return theirs, get_class_from_dynamic_module(str(own_class), path, local_files_only=True)
     except StartupError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # its own code may do anything
         raise refusal(given, f"{library} cannot read its configuration ({reason(error)})") from error
 
 
@@ -186,7 +186,7 @@ def quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Our own words, or the first line of a library's message."""
     if isinstance(error, Unsuitable):
         return str(error)

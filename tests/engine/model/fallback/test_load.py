@@ -275,6 +275,12 @@ def test_own_code_runs_where_it_is_trusted(tmp_path: Path) -> None:
     assert isinstance(load(folder, window=100, trust_remote_code=True), TransformersModel)
 
 
+def test_own_code_that_ends_the_process_does_not(tmp_path: Path) -> None:
+    folder = own_model(tmp_path)
+    (folder / "own.py").write_text("import sys\n\nsys.exit(7)\n")
+    assert "cannot read its configuration (SystemExit: 7)" in refusal(folder, trust_remote_code=True)
+
+
 @pytest.mark.parametrize(
     "sum_of",
     ["+ x.flip(1)", "+ x.cumsum(1)", "+ 0.5 * x.mean(1, keepdim=True)"],
