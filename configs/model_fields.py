@@ -9,6 +9,9 @@ from typing import Any
 
 from configs.errors import StartupError, reason_of
 
+MAX_SIZE = 2**31 - 1
+"""No model has a dimension, a vocabulary or a window that is larger; memory is reckoned and tables are made of them."""
+
 
 @dataclass(frozen=True)
 class Fields:
@@ -23,10 +26,12 @@ class Fields:
         """The value, None where absent or null."""
         return self.values.get(key)
 
-    def integer(self, key: str, default: int | None = None, low: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.wrong(key, f"an integer of at least {low}")
+        if value > high:
+            raise self.wrong(key, f"at most {high}")
         return value
 
     def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = math.inf) -> float:

@@ -28,8 +28,8 @@ MAX_NAMES = 2**17
 """Blocks without bytes, beyond what the groups with bytes and one sequence need."""
 GPU_SHARE = 0.9
 """Without any flag, on a GPU: the part of the free memory that weights, a step's work and the pools may take."""
-MAX_GPU_PAGES = 2**20
-"""Without any flag, on a GPU: the most pages. Main memory keeps books of each; only a toy's pages are so small."""
+MAX_PAGES, MAX_GPU_PAGES = 2**18, 2**20
+"""Without any flag: the most pages. Main memory keeps books of each; only a toy's pages are so small."""
 SCORES_BYTES = 4 * 2**26
 """Attention scores in fp32 and what is made of them at a time (`kernels.reference.attention.SCORES`)."""
 LIBRARY_BYTES = 2**28
@@ -101,7 +101,7 @@ def resolve_num_blocks(
     room = available_bytes - taken
     if room < layout.block_bytes:
         raise SettingsError(
-            f"{taker} take {_human(taken)} of the {_human(available_bytes)} of memory that are available, "
+            f"--model: {taker} take {_human(taken)} of the {_human(available_bytes)} of memory that are available, "
             f"which leaves no room for a KV cache: {cure}."
         )
     num_pages, lever, reason = _choose(
@@ -212,6 +212,7 @@ def _choose(
         return num_pages, "--gpu-memory-utilization", reason
     half = int((available_bytes - taken) * AUTO_SHARE)
     options = [
+        (sizes.for_blocks(MAX_PAGES), f"the default limit of {MAX_PAGES} pages"),
         (sizes.for_blocks(sizes.all_sequences), f"--max-num-seqs {settings.max_num_seqs} full windows"),
         (sizes.for_bytes(AUTO_BYTES), f"the default limit of {_human(AUTO_BYTES)}"),
         (sizes.for_bytes(half), f"half of the memory that the weights leave ({_human(half)})"),

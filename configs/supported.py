@@ -15,6 +15,23 @@ SUPPORTED = (
     "transformers other decoders whose layers all keep keys and values of softmax attention"
 )
 MAX_LAYERS = 4096
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+SIZES = (
+    *LAYERS,
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "sliding_window",
+    "n_embd",
+    "n_head",
+    "n_inner",
+    "n_positions",
+)
+"""Keys under which architectures keep a size, of those that are whole numbers wherever they stand."""
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
@@ -39,13 +56,30 @@ def read_model(path: Path) -> ModelConfig:
 
 
 def check(config: Fields) -> None:
-    """Raises `StartupError` for what nothing here can run."""
+    """Raises `StartupError` for what nothing here can run, and for what is no size, name or number at all."""
+    _check_values(config)
     for applies, words in WRONG_FILES:
         if found := applies(config):
             raise StartupError(f"--model: {config.where} ({architecture(config)}): {words.format(found=found)}.")
     for applies, words in REFUSALS:
         if found := applies(config):
             raise refusal(config, words.format(found=found))
+
+
+def _check_values(config: Fields) -> None:
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise config.wrong("architectures", "a list of names")
+    if architecture(config) in FAMILIES:
+        return  # a family of ours says itself what it needs
+    for key in SIZES:
+        if config.get(key) is not None:
+            config.integer(key)
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads is not None and kv_heads is not None and heads % kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    if config.get("rope_theta") is not None:
+        config.positive("rope_theta")
 
 
 def refusal(config: Fields, words: str) -> StartupError:
@@ -74,7 +108,7 @@ def _other_layers(config: Fields) -> str:
 
 def _layers(config: Fields) -> object:
     """A number of layers that no model has; to build them would take all memory."""
-    counts = (config.get(key) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    counts = (config.get(key) for key in LAYERS)
     return next((count for count in counts if isinstance(count, int) and count > MAX_LAYERS), None)
 
 

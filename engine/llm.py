@@ -1,6 +1,7 @@
 """Octavo without HTTP: the same core, driven from one thread."""
 
 import gc
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -66,6 +67,7 @@ class LLM:
         self._built: EngineCore | None
         self._built, self.info = build_core(served.launch(source, resolved), lambda loading: None)
         self._next_id = 0
+        self._busy = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -78,8 +80,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes each prompt (text, or token ids), all together; results in the order of the prompts.
 
-        Raises `InvalidRequest` or `TypeError` before anything runs, `RequestFailed` where a sequence fails. Anything
-        else, Ctrl-C too, ends the engine in the middle of a step: it is shut down then.
+        One call at a time: a second thread gets a `RuntimeError` until the first is answered. Raises `InvalidRequest`
+        or `TypeError` before anything runs, `RequestFailed` where a sequence fails. Anything else, Ctrl-C too, ends
+        the engine in the middle of a step: it is shut down then.
         """
         batch = _as_batch(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
@@ -90,7 +93,9 @@ class LLM:
         return self._run([self._encode(prompt) for prompt in batch], each)
 
     def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
-        """Answers one conversation."""
+        """Answers one conversation. Raises as `generate` does."""
+        if not isinstance(params, SamplingParams | None):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         return self._run([(None, self.chat_renderer.render(messages))], [params or SamplingParams(max_tokens=None)])[0]
 
     def memory_stats(self) -> dict[str, int | float]:
@@ -99,7 +104,9 @@ class LLM:
         return self._core.memory_stats()
 
     def events(self, limit: int = 200) -> list[dict[str, Any]]:
-        """The KV manager's latest events with their reasons, newest last."""
+        """The KV manager's latest `limit` events with their reasons, newest last."""
+        if not _is_id(limit) or limit < 0:
+            raise ValueError(f"limit must be a number of events, got {limit!r}")
         return self._core.events(limit, None)
 
     def shutdown(self) -> None:
@@ -121,6 +128,16 @@ class LLM:
         return None, prompt
 
     def _run(self, prompts: list[tuple[str | None, list[int]]], params: list[SamplingParams]) -> list[RequestOutput]:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("this LLM is answering another thread: give it all prompts in one call")
+        try:
+            return self._complete(prompts, params)
+        finally:
+            self._busy.release()
+
+    def _complete(
+        self, prompts: list[tuple[str | None, list[int]]], params: list[SamplingParams]
+    ) -> list[RequestOutput]:
         core = self._core
         results: list[RequestOutput] = []
         waiting: dict[str, tuple[OutputProcessor, RequestOutput]] = {}

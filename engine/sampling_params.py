@@ -113,11 +113,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _problems(self) -> Iterator[tuple[str, str]]:
         """(field, sentence) for each thing that is wrong."""
         least = 1 if self.prompt_logprobs is None else 0
-        if self.max_tokens is not None and self.max_tokens < least:
-            yield "max_tokens", f"max_tokens must be at least {least}, got {self.max_tokens}."
         if self.min_tokens < 0:
             yield "min_tokens", f"min_tokens must be at least 0, got {self.min_tokens}."
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.max_tokens < least:
+            yield "max_tokens", f"max_tokens must be at least {least}, got {self.max_tokens}."
+        elif self.max_tokens is not None and self.min_tokens > self.max_tokens:
             most = f"max_tokens ({self.max_tokens})"
             yield "min_tokens", f"min_tokens must be at most {most}, got {self.min_tokens}."
         for name, (low, high) in _RANGES.items():

@@ -322,7 +322,27 @@ def test_senseless_values(changes: dict[str, Any], words: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"num_attention_heads": 0}, "num_attention_heads must be an integer of at least 1, got 0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must be a divisor of num_attention_heads (32), got 3"),
+        ({"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
+        ({"intermediate_size": 10**20}, f"intermediate_size must be at most {2**31 - 1}, got {10**20}"),
+        ({"max_position_embeddings": 10**18}, f"max_position_embeddings must be at most {2**31 - 1}"),
+        ({"n_embd": "wide"}, "n_embd must be an integer of at least 1, got 'wide'"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a number, got inf"),
+        ({"architectures": "OtherForCausalLM"}, "architectures must be a list of names, got 'OtherForCausalLM'"),
+        ({"architectures": [5]}, "architectures must be a list of names, got [5]"),
+    ],
+)
+def test_senseless_values_of_other_architectures(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    message = refusal(tmp_path, **{"architectures": ["OtherForCausalLM"], **changes})
+    assert words in message and str(tmp_path) in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
         ({"num_local_experts": 8}, "(LlamaForCausalLM): mixtures of experts"),
+        ({"architectures": ["OtherForCausalLM"], "num_hidden_layers": 10**9}, "1000000000 layers are too many"),
         ({"num_hidden_layers": 10**9}, "1000000000 layers are too many"),
         ({"architectures": ["GPT2LMHeadModel"], "n_layer": 200000}, "200000 layers are too many"),
         ({"architectures": ["\ud800"], "is_encoder_decoder": True}, "(?): encoder-decoder models"),

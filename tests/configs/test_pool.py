@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from configs.errors import SettingsError
 from configs.kv import KVFormat, KVLayout, LayerKV
-from configs.pool import AUTO_BYTES, GPU_SHARE, MAX_GPU_PAGES, PoolPlan, resolve_num_blocks, step_bytes
+from configs.pool import AUTO_BYTES, GPU_SHARE, MAX_GPU_PAGES, MAX_PAGES, PoolPlan, resolve_num_blocks, step_bytes
 from configs.settings import Settings
 
 GIB = 1024**3
@@ -168,6 +168,9 @@ def test_tiny_pages_do_not_fill_main_memory_with_books() -> None:
     result = plan_on_gpu(available=1412 * GIB)
     assert result.num_blocks == MAX_GPU_PAGES and f"{MAX_GPU_PAGES} pages" in result.decided_by
     assert plan_on_gpu(available=1412 * GIB, gpu_memory_utilization=0.9).num_blocks > MAX_GPU_PAGES
+    toy = KVLayout.of((LayerKV(2, 16, KVFormat.FP32),) * 2, 4)
+    result = resolve_num_blocks(Settings(), toy, window=2**31 - 1, available_bytes=64 * GIB, weight_bytes=2**20)
+    assert result.num_blocks == MAX_PAGES and f"{MAX_PAGES} pages" in result.decided_by
 
 
 def test_a_step_takes_more_with_each_thing_that_is_larger() -> None:

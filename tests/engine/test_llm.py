@@ -227,3 +227,27 @@ def test_params_of_another_kind(llm: LLM) -> None:
     for params in ({"max_tokens": 3}, [{"max_tokens": 3}]):
         with pytest.raises(TypeError, match=r"^params must be SamplingParams"):
             llm.generate(["a"], params)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^params must be SamplingParams, got str"):
+        llm.chat([{"role": "user", "content": "hello"}], "x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", [-1, "a"])
+def test_a_limit_that_is_no_number_of_events(llm: LLM, limit: Any) -> None:
+    with pytest.raises(ValueError, match=f"^limit must be a number of events, got {limit!r}"):
+        llm.events(limit)
+
+
+def test_a_second_thread_is_told_to_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From inside a step of the first call, where the engine could not take another."""
+    step, refused = llm._core.step, []
+
+    def also_generate() -> Any:
+        with pytest.raises(RuntimeError, match="is answering another thread") as error:
+            llm.generate(["b"], GREEDY)
+        refused.append(error)
+        return step()
+
+    monkeypatch.setattr(llm._core, "step", also_generate)
+    assert llm.generate(["a"], GREEDY)[0].outputs[0].token_ids and refused
+    monkeypatch.undo()
+    assert llm.generate(["b"], GREEDY)[0].outputs[0].token_ids

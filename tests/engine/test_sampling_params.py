@@ -48,6 +48,12 @@ def test_the_last_value_inside_is_taken_and_the_next_refused(field: str, inside:
     assert refused.value.param == field and refused.value.code == "invalid_value"
 
 
+def test_one_wrong_field_is_one_complaint():
+    with pytest.raises(InvalidRequest) as error:
+        SamplingParams(max_tokens=-1)
+    assert "min_tokens" not in str(error.value)
+
+
 def test_min_tokens_beyond_max_tokens():
     with pytest.raises(InvalidRequest, match=r"min_tokens must be at most max_tokens \(4\), got 5"):
         SamplingParams(max_tokens=4, min_tokens=5)

@@ -84,6 +84,7 @@ def _read(config: TransformersConfig, dtype: torch.dtype) -> Any:
                 attn_implementation=NAME,
                 local_files_only=True,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # told below, in our words
                 output_loading_info=True,
             )
     except Exception as error:
@@ -94,7 +95,8 @@ def _read(config: TransformersConfig, dtype: torch.dtype) -> Any:
         ("unexpected_keys", "holds, with no place for it,"),
     )
     for key, words in problems:
-        if names := sorted(str(name) for name in found.get(key) or () if not ignorable(str(name))):
+        keys = (each[0] if isinstance(each, tuple) else each for each in found.get(key) or ())  # with its shapes
+        if names := sorted(name for name in keys if not ignorable(name)):
             raise StartupError(
                 f"--model: {config.path} {words} {named(names)}: the weights and the configuration do not belong "
                 "together."
