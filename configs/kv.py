@@ -1,9 +1,13 @@
 """KV cache arithmetic: which bytes of a block belong to what. Pure; planner, pool, tiers and kernels all ask here.
 
-    pool   uint8 [num_blocks, block_bytes]    one block: all layers, K and V, of `block_size` tokens, padded to 4 KiB
-    layer  K: [kv_heads, head_dim / pair, block_size, pair]     V: [kv_heads, block_size / pair, head_dim, pair]
+    pool    uint8 [num_blocks, block_bytes]   one block: all layers, K and V, of `block_size` tokens, padded to 4 KiB
+    layer   K: [kv_heads, head_dim / pair, block_size, pair]     V: [kv_heads, block_size / pair, head_dim, pair]
+    4 bits  K: [kv_heads, head_dim / 2, block_size] bytes        V: [kv_heads, block_size, head_dim / 2] bytes
+    scales  [kv_heads, groups, block_size] float16, of K and of V, and as many zero points where the format has them
 
-`pair` is 2 for 16-bit formats (dpbf16 and AMX multiply pairs: pairs of dims in K, pairs of tokens in V), 1 for fp32.
+`pair` is 2 for 16-bit formats (dpbf16 and AMX multiply pairs: pairs of dims in K, pairs of tokens in V), else 1. Of
+four bits the first of two dims lies low: in K dims 2i and 2i + 1, in V, inside a group of 32, dims j and j + 16 (so
+that sixteen bytes are two vectors of neighbours). Codes and scales of a token lie in its block and nowhere else.
 
 Layers that see different lengths of the past form groups, each with a pool of its own: `KVLayout`.
 """
@@ -14,23 +18,55 @@ from functools import cached_property
 
 PAGE = 4096
 """Blocks are padded to a multiple of this: the unit of DMA and O_DIRECT."""
+INT4_GROUP = 32
+"""Numbers of a head that share a scale and a zero point in four bits."""
 
 
 class KVFormat(enum.Enum):
-    """How one number of the cache is stored."""
+    """How one number of the cache is stored. Formulas: `kernels.reference.kv_formats`."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+    FP8_E4M3 = "fp8_e4m3"
+    """With a scale for each token and head."""
+    FP8_E5M2 = "fp8_e5m2"
+    """As it is, saturating."""
+    INT8 = "int8"
+    """With a scale for each token and head, rotated."""
+    INT4 = "int4"
+    """With a scale and a zero point for each token, head and `INT4_GROUP` numbers, rotated."""
 
     @property
-    def itemsize(self) -> int:
-        return 4 if self is KVFormat.FP32 else 2
+    def bits(self) -> int:
+        return {KVFormat.FP32: 32, KVFormat.BF16: 16, KVFormat.FP16: 16, KVFormat.INT4: 4}.get(self, 8)
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the numbers, or of the bytes that hold two."""
+        return {
+            KVFormat.FP32: "float32",
+            KVFormat.BF16: "bfloat16",
+            KVFormat.FP16: "float16",
+            KVFormat.FP8_E4M3: "float8_e4m3fn",
+            KVFormat.FP8_E5M2: "float8_e5m2",
+            KVFormat.INT8: "int8",
+            KVFormat.INT4: "uint8",
+        }[self]
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.bits < 16
 
     @property
     def pair(self) -> int:
         """Neighbours stored side by side: dims in K, tokens in V."""
-        return 1 if self is KVFormat.FP32 else 2
+        return 2 if self.bits == 16 else 1
+
+    @property
+    def may_be_static(self) -> bool:
+        """Whether scales that are fixed beforehand can take the place of its own."""
+        return self in (KVFormat.FP8_E4M3, KVFormat.INT8)
 
 
 @dataclass(frozen=True)
@@ -40,8 +76,36 @@ class LayerKV:
     kv_heads: int
     head_dim: int
     format: KVFormat
+    """Of K, and of V where `value_format` is None."""
     window: int | None = None
     """Tokens a row sees, itself included; None: all earlier ones."""
+    value_format: KVFormat | None = None
+    static: bool = False
+    """Scales are fixed beforehand, for each head and dim, and do not lie in the block."""
+
+    @property
+    def formats(self) -> tuple[KVFormat, KVFormat]:
+        """(of K, of V)"""
+        return self.format, self.value_format or self.format
+
+    def is_rotated(self, format: KVFormat) -> bool:
+        """Whether a Hadamard rotation spreads a head's numbers before they become codes of `format`: one outlier would
+        flatten the rest."""
+        return format is KVFormat.INT4 or (format is KVFormat.INT8 and not self.static)
+
+    def num_scales(self, format: KVFormat) -> int:
+        """Scales of a token and head."""
+        if format is KVFormat.INT4:
+            return self.head_dim // INT4_GROUP
+        return int(format.may_be_static and not self.static)
+
+    def bytes_per_token(self) -> int:
+        """Codes, scales and zero points, K and V."""
+        return sum(
+            self.kv_heads
+            * (self.head_dim * format.bits // 8 + self.num_scales(format) * (4 if format is KVFormat.INT4 else 2))
+            for format in self.formats
+        )
 
 
 @dataclass(frozen=True)
@@ -50,14 +114,32 @@ class KVPart:
 
     offset: int
     shape: tuple[int, ...]
-    format: KVFormat
+    dtype: str
+    """torch's name"""
 
     @property
     def nbytes(self) -> int:
-        count = 1
+        count = ITEMSIZE[self.dtype]
         for size in self.shape:
             count *= size
-        return count * self.format.itemsize
+        return count
+
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class KVHalf:
+    """Where a layer's K, or its V, lies."""
+
+    format: KVFormat
+    codes: KVPart
+    scales: KVPart | None = None
+    zeros: KVPart | None = None
+
+    @property
+    def parts(self) -> tuple[KVPart, ...]:
+        return tuple(part for part in (self.codes, self.scales, self.zeros) if part is not None)
 
 
 @dataclass(frozen=True)
@@ -73,31 +155,52 @@ class KVSpec:
         for layer in self.layers:
             if layer.head_dim % 2:
                 raise ValueError(f"head_dim must be even, got {layer.head_dim}")
+            if KVFormat.INT4 in layer.formats and layer.head_dim % INT4_GROUP:
+                raise ValueError(f"int4 needs a head_dim that {INT4_GROUP} divides, got {layer.head_dim}")
+            if layer.static and not any(format.may_be_static for format in layer.formats):
+                raise ValueError(f"{layer.formats[0].value}, {layer.formats[1].value} have no static scales")
 
     @cached_property
-    def parts(self) -> tuple[tuple[KVPart, KVPart], ...]:
-        """(K, V) of each layer, in layer order, 64-byte aligned."""
-        parts, offset = [], 0
+    def halves(self) -> tuple[tuple[KVHalf, KVHalf], ...]:
+        """(K, V) of each layer, in layer order. Codes begin at multiples of 64 bytes, scales follow them."""
+        found, offset = [], 0
         for layer in self.layers:
-            pair = layer.format.pair
-            k = KVPart(offset, (layer.kv_heads, layer.head_dim // pair, self.block_size, pair), layer.format)
-            offset = _align(offset + k.nbytes, 64)
-            v = KVPart(offset, (layer.kv_heads, self.block_size // pair, layer.head_dim, pair), layer.format)
-            offset = _align(offset + v.nbytes, 64)
-            parts.append((k, v))
-        return tuple(parts)
+            k_format, v_format = layer.formats
+            k = KVPart(_align(offset, 64), self._k_shape(layer, k_format), k_format.dtype)
+            v = KVPart(_align(k.offset + k.nbytes, 64), self._v_shape(layer, v_format), v_format.dtype)
+            offset = v.offset + v.nbytes
+            halves = []
+            for format, codes in ((k_format, k), (v_format, v)):
+                scales: list[KVPart] = []
+                if count := layer.num_scales(format):
+                    for _ in range(2 if format is KVFormat.INT4 else 1):
+                        scales.append(KVPart(offset, (layer.kv_heads, count, self.block_size), "float16"))
+                        offset += scales[-1].nbytes
+                halves.append(KVHalf(format, codes, *scales))
+            found.append((halves[0], halves[1]))
+        return tuple(found)
+
+    def _k_shape(self, layer: LayerKV, format: KVFormat) -> tuple[int, ...]:
+        if format is KVFormat.INT4:
+            return layer.kv_heads, layer.head_dim // 2, self.block_size
+        return layer.kv_heads, layer.head_dim // format.pair, self.block_size, format.pair
+
+    def _v_shape(self, layer: LayerKV, format: KVFormat) -> tuple[int, ...]:
+        if format is KVFormat.INT4:
+            return layer.kv_heads, self.block_size, layer.head_dim // 2
+        return layer.kv_heads, self.block_size // format.pair, layer.head_dim, format.pair
 
     @cached_property
     def block_bytes(self) -> int:
-        if not self.parts:
+        if not self.halves:
             return 0
-        _, last = self.parts[-1]
-        return _align(last.offset + last.nbytes, PAGE)
+        return _align(max(part.offset + part.nbytes for half in self.halves[-1] for part in half.parts), PAGE)
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Payload of one token over all layers, padding excluded: 2 x layers x kv_heads x head_dim x itemsize."""
-        return sum(2 * layer.kv_heads * layer.head_dim * layer.format.itemsize for layer in self.layers)
+        """Payload of one token over all layers, padding excluded. Unquantised, with K like V:
+        2 x layers x kv_heads x head_dim x bytes of a number."""
+        return sum(layer.bytes_per_token() for layer in self.layers)
 
     def blocks_for_tokens(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

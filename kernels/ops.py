@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from configs.kv import KVFormat, KVPart, KVSpec, LayerKV
+from configs.kv import KVFormat, KVHalf, KVSpec, LayerKV
 from kernels.registry import choose
 
 KV_DTYPES = {KVFormat.FP32: torch.float32, KVFormat.BF16: torch.bfloat16, KVFormat.FP16: torch.float16}
@@ -44,9 +44,9 @@ class LayerPages:
         return self.spec.layers[self.layer]
 
     @property
-    def parts(self) -> tuple[KVPart, KVPart]:
+    def halves(self) -> tuple[KVHalf, KVHalf]:
         """(K, V)"""
-        return self.spec.parts[self.layer]
+        return self.spec.halves[self.layer]
 
 
 class PackedLinear(Protocol):

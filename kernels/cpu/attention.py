@@ -94,7 +94,7 @@ class NativeAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows, heads, dims = q.shape
-        k_part, v_part = pages.parts
+        k_part, v_part = (half.codes for half in pages.halves)
         out = q.new_empty(rows, heads * dims)
         call = AttentionCall(
             q.data_ptr(),
@@ -131,7 +131,7 @@ class NativeStore:
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: torch.Tensor) -> None:
         tokens, kv_heads, dims = k.shape
-        k_part, v_part = pages.parts
+        k_part, v_part = (half.codes for half in pages.halves)
         call = StoreCall(
             k.data_ptr(),
             v.data_ptr(),

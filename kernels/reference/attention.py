@@ -5,7 +5,7 @@ import functools
 import torch
 
 from configs.kv import KVPart
-from kernels.ops import KV_DTYPES, LayerPages
+from kernels.ops import LayerPages
 
 SPLIT = 256
 """Tokens whose values one matrix product sums. Over longer ones libraries divide the sum by the number of threads."""
@@ -17,12 +17,12 @@ them. `configs.pool` reckons with it."""
 
 def pool_view(pool: torch.Tensor, part: KVPart) -> torch.Tensor:
     """The numbers of one part in all blocks, [blocks, *part.shape], sharing memory with `pool`."""
-    return pool[:, part.offset : part.offset + part.nbytes].view(KV_DTYPES[part.format]).view(-1, *part.shape)
+    return pool[:, part.offset : part.offset + part.nbytes].view(getattr(torch, part.dtype)).view(-1, *part.shape)
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: torch.Tensor) -> None:
-    k_part, v_part = pages.parts
-    pair, block_size = k_part.format.pair, pages.spec.block_size
+    k_part, v_part = (half.codes for half in pages.halves)
+    pair, block_size = pages.kind.format.pair, pages.spec.block_size
     keep = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[keep]
     block, offset = slots // block_size, slots % block_size
@@ -33,7 +33,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: 
 
 def gather_kv(pages: LayerPages, blocks: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of the tokens [start, end): copies, fp32, [Hkv, end - start, D]. Reads no other blocks."""
-    k_part, v_part = pages.parts
+    k_part, v_part = (half.codes for half in pages.halves)
     first = start // pages.spec.block_size
     index = blocks[first : pages.spec.blocks_for_tokens(end)].long()
     tokens = slice(start - first * pages.spec.block_size, end - first * pages.spec.block_size)

@@ -6,8 +6,19 @@ from hypothesis import strategies as st
 
 from configs.kv import PAGE, KVFormat, KVLayout, KVSpec, LayerKV, WindowPages
 
+formats = st.sampled_from([form for form in KVFormat if form is not KVFormat.INT4])
 layers = st.builds(
-    LayerKV, st.integers(1, 12), st.sampled_from([4, 6, 30, 64, 90, 96, 128, 256]), st.sampled_from(KVFormat)
+    LayerKV,
+    st.integers(1, 12),
+    st.sampled_from([4, 6, 30, 64, 90, 96, 128, 256]),
+    formats,
+    value_format=st.none() | formats,
+) | st.builds(
+    LayerKV,
+    st.integers(1, 12),
+    st.sampled_from([32, 64, 96, 128, 256]),
+    st.sampled_from(KVFormat),
+    value_format=st.none() | st.sampled_from(KVFormat),
 )
 
 
@@ -15,10 +26,12 @@ layers = st.builds(
 def test_parts_are_aligned_apart_and_inside_the_block(layers: list[LayerKV], block_size: int):
     spec = KVSpec(tuple(layers), block_size)
     end = payload = 0
-    for part in (part for pair in spec.parts for part in pair):
-        assert part.offset % 64 == 0 and part.offset >= end
+    halves = [half for pair in spec.halves for half in pair]
+    for part in sorted((part for half in halves for part in half.parts), key=lambda part: part.offset):
+        assert part.offset >= end and part.offset % 2 == 0
         end = part.offset + part.nbytes
         payload += part.nbytes
+    assert all(half.codes.offset % 64 == 0 for half in halves)
     assert end <= spec.block_bytes < end + PAGE and spec.block_bytes % PAGE == 0
     assert payload == spec.bytes_per_token * block_size
 
@@ -28,6 +41,35 @@ def test_known_answers():
     assert KVSpec((LayerKV(8, 128, KVFormat.BF16),) * 80, 16).bytes_per_token == 327_680
     smol = KVSpec((LayerKV(3, 64, KVFormat.BF16),) * 30, 16)
     assert (smol.bytes_per_token, smol.block_bytes) == (23_040, 368_640)
+
+
+@pytest.mark.parametrize(
+    ("form", "head_dim", "share"),
+    [(KVFormat.INT8, 64, 0.516), (KVFormat.FP8_E4M3, 64, 0.516), (KVFormat.FP8_E5M2, 64, 0.5),
+     (KVFormat.INT4, 64, 0.3125), (KVFormat.INT8, 128, 0.508), (KVFormat.INT4, 128, 0.3125)],
+)  # fmt: skip
+def test_scales_are_part_of_the_price(form: KVFormat, head_dim: int, share: float):
+    """Not a half and a quarter of 16 bits."""
+    spec, plain = (KVSpec((LayerKV(3, head_dim, each),) * 4, 16) for each in (form, KVFormat.BF16))
+    assert spec.bytes_per_token / plain.bytes_per_token == pytest.approx(share, abs=5e-4)
+
+
+def test_scales_that_are_fixed_beforehand_take_no_room():
+    spec = KVSpec((LayerKV(3, 64, KVFormat.INT8, static=True),), 16)
+    assert spec.bytes_per_token == 2 * 3 * 64 and spec.halves[0][0].scales is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (LayerKV(1, 48, KVFormat.INT4), "int4 needs a head_dim that 32 divides, got 48"),
+        (LayerKV(1, 48, KVFormat.BF16, value_format=KVFormat.INT4), "int4 needs"),
+        (LayerKV(1, 64, KVFormat.BF16, static=True), "no static scales"),
+    ],
+)
+def test_formats_that_cannot_be(layer: LayerKV, words: str):
+    with pytest.raises(ValueError, match=words):
+        KVSpec((layer,), 16)
 
 
 @pytest.mark.parametrize(("block_size", "head_dim"), [(0, 64), (15, 64), (16, 63)])

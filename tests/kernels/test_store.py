@@ -20,11 +20,11 @@ DTYPES = pytest.mark.parametrize("dtype", FORMATS, ids=str)
 
 def number_at(pool, spec, layer, part, block, index, dtype):
     """One number of a block by the layout's arithmetic alone: part 0 is K, 1 is V; index as in `configs.kv`."""
-    shape = spec.parts[layer][part].shape
+    shape = spec.halves[layer][part].codes.shape
     flat = 0
     for size, i in zip(shape, index, strict=True):
         flat = flat * size + i
-    offset = spec.parts[layer][part].offset + flat * dtype.itemsize
+    offset = spec.halves[layer][part].codes.offset + flat * dtype.itemsize
     return pool[block, offset : offset + dtype.itemsize].clone().view(dtype).item()
 
 
