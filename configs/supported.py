@@ -72,9 +72,10 @@ def _check_values(config: Fields) -> None:
         raise config.wrong("architectures", "a list of names")
     if architecture(config) in FAMILIES:
         return  # a family of ours says itself what it needs
+    slides = config.get("use_sliding_window") is not False  # transformers writes a window of 0 where it is
     for key in SIZES:
         if config.get(key) is not None:
-            config.integer(key)
+            config.integer(key, low=0 if key == "sliding_window" and not slides else 1)
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads is not None and kv_heads is not None and heads % kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")

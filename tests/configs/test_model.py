@@ -338,6 +338,14 @@ def test_senseless_values_of_other_architectures(changes: dict[str, Any], words:
     assert words in message and str(tmp_path) in message
 
 
+def test_a_window_of_0_that_is_not_used(tmp_path: Path) -> None:
+    """As transformers saves Qwen2-MoE."""
+    config = {"architectures": ["Qwen2MoeForCausalLM"], "vocab_size": 99, "sliding_window": 0}
+    assert read(tmp_path, config | {"use_sliding_window": False}).vocab_size == 99
+    with pytest.raises(StartupError, match="sliding_window must be"):
+        read(tmp_path, config)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
