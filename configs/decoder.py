@@ -7,7 +7,7 @@ from typing import Literal
 
 from configs.kv import KVFormat, LayerKV
 from configs.model import ITEMSIZE, DType, GenerationDefaults, SizedConfig, architecture, declared_dtype
-from configs.model_fields import Fields
+from configs.model_fields import MIN_POSITIONS, Fields
 from configs.model_rope import RopeConfig, RopeContext, read_rope, read_theta, rope_parameters, windows
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -79,6 +79,10 @@ class DecoderConfig(SizedConfig):
         norm_size = ITEMSIZE["float32" if self.zero_centred_norms else dtype]
         return (self.num_parameters + copies - norms) * ITEMSIZE[dtype] + norms * norm_size
 
+    def table_bytes(self, window: int) -> int:
+        """Cosines and sines in fp32, of each rope."""
+        return (1 if self.local_rope is None else 2) * window * self.rotary_dim * ITEMSIZE["float32"]
+
     @property
     def _norm_parameters(self) -> int:
         norms = self.hidden_size * (4 if self.post_norms else 2) + self.qk_norm * 2 * self.head_dim
@@ -101,7 +105,8 @@ def _plain(config: Fields, rope: Fields | None = None, theta: float = 10000.0, p
     head_dim = config.integer("head_dim", default=hidden_size // num_heads)
     if head_dim % 2 or head_dim < 4:
         raise config.wrong("head_dim", f"even and at least 4 ({head_dim} here)")
-    max_position, num_layers = config.integer("max_position_embeddings"), config.integer("num_hidden_layers")
+    max_position = config.integer("max_position_embeddings", low=MIN_POSITIONS)
+    num_layers = config.integer("num_hidden_layers")
     rope = rope_parameters(config) if rope is None else rope
     rotary_dim = _rotary_dim(config, rope, head_dim, partial)
     context = RopeContext(config, max_position, rotary_dim, read_theta(config, "rope_theta", theta))

@@ -4,6 +4,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 an
 reads it too, but makes a numpy view of every string of the vocabulary: 2.5 s for 50 thousand tokens against 0.1 s here.
 """
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -23,8 +24,39 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 
 @dataclass(frozen=True)
+class GGUFType:
+    """How numbers are stored: in blocks of `numbers`, each of `num_bytes`."""
+
+    name: str
+    numbers: int
+    num_bytes: int
+
+
+TYPES = {
+    0: GGUFType("F32", 1, 4),
+    1: GGUFType("F16", 1, 2),
+    30: GGUFType("BF16", 1, 2),
+    2: GGUFType("Q4_0", 32, 18),
+    3: GGUFType("Q4_1", 32, 20),
+    6: GGUFType("Q5_0", 32, 22),
+    7: GGUFType("Q5_1", 32, 24),
+    8: GGUFType("Q8_0", 32, 34),
+    12: GGUFType("Q4_K", 256, 144),
+    13: GGUFType("Q5_K", 256, 176),
+    14: GGUFType("Q6_K", 256, 210),
+}
+"""ggml type number -> how it is stored, of those that are read (`gguf.GGML_QUANT_SIZES` has all)."""
+OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
+"""Names of those that are not."""
+
+
+@dataclass(frozen=True)
 class GGUFTensor:
-    """Where a tensor lies. Its byte length follows from `type` and `shape`."""
+    """Where a tensor lies."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,6 +88,24 @@ class GGUFFile:
             words = "is damaged or incomplete: its header ends early; fetch it again"
             raise StartupError(f"--model: {path} {words}.") from None
         return cls(path, metadata, {tensor.name: tensor for tensor in tensors}, size)
+
+    def check_tensors(self) -> None:
+        """Raises `StartupError` where a tensor cannot be read, or the file ends before it does."""
+        for tensor in self.tensors.values():
+            if tensor.offset + self.bytes_of(tensor) > self.size:
+                words = f"is incomplete: it ends at byte {self.size}, before {tensor.name} does; fetch it again"
+                raise StartupError(f"--model: {self.path} {words}.")
+
+    def bytes_of(self, tensor: GGUFTensor) -> int:
+        """Raises `StartupError` for a type that is not read and a shape that is not of whole blocks."""
+        kind = TYPES.get(tensor.type)
+        if kind is None:
+            found = OTHER_TYPES.get(tensor.type, f"type {tensor.type}")
+            known = ", ".join(kind.name for kind in TYPES.values())
+            raise StartupError(f"--model: {self.path}: {tensor.name} is stored as {found}; read are {known}.")
+        if not tensor.shape or tensor.shape[-1] % kind.numbers:
+            raise StartupError(f"--model: {self.path} is damaged: {tensor.name} has shape {list(tensor.shape)}.")
+        return math.prod(tensor.shape) // kind.numbers * kind.num_bytes
 
 
 class _Reader:

@@ -18,3 +18,5 @@ class SchedulerLimits:
     """Steps a waiting request may be overtaken before the next free blocks are kept for it."""
     policy: Policy = "fcfs"
     """Whether requests' priorities count."""
+    kv_refresh_interval: int | None = None
+    """Generated tokens after which a sequence's K and V are computed anew in full precision; None: never."""

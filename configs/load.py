@@ -76,12 +76,13 @@ class _Source:
         self.origins[name] = origin
 
 
-def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Loaded:
-    """Settings from the arguments after `octavo serve` and the environment (`os.environ` unless given).
+def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, others: Sequence[str] = ()) -> Loaded:
+    """Settings from the arguments after `octavo serve` and the environment (`os.environ` unless given). `others`: flags
+    that the caller has taken out itself, to be suggested too.
 
     Raises `SettingsError`, one sentence; --help and --version print and raise SystemExit(0).
     """
-    flags = _parse_flags(argv)
+    flags = _parse_flags(argv, others)
     variables = _read_environment(os.environ if environ is None else environ)
     print_config = bool(flags.values.pop("print_config", False))
     config = flags.values.pop("config", variables.values.pop("config", None))
@@ -147,14 +148,15 @@ def default_of(info: FieldInfo) -> str:
     return f"{info.default:g}" if isinstance(info.default, float) else str(info.default).lower()
 
 
-def _parse_flags(argv: Sequence[str]) -> _Source:
+def _parse_flags(argv: Sequence[str], others: Sequence[str]) -> _Source:
     """Flags and the one positional, MODEL, as raw values by field name (and 'config', 'print_config')."""
     parser = make_parser()
     found, rest = parser.parse_known_args([_dashed(argument) for argument in argv])
     for argument in rest:
         if argument.startswith("-") and argument != "--":
             name = argument.split("=")[0]
-            raise SettingsError(f"unknown flag {name}{did_you_mean('--' + name.lstrip('-'), _known_flags())}")
+            known = [*_known_flags(), *others]
+            raise SettingsError(f"unknown flag {name}{did_you_mean('--' + name.lstrip('-'), known)}")
     result = _Source()
     for name, value in vars(found).items():
         result.set(name, value, flag(name))

@@ -18,9 +18,13 @@ from configs.gguf_file import GGUFFile
 from configs.kv import KVFormat, LayerKV
 from configs.model_fields import Fields, read_json
 from configs.model_gguf import gguf_fields
+from configs.sampling_limits import RANGES
 
 DType = Literal["bfloat16", "float16", "float32"]
 ITEMSIZE: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+MAX_WINDOW = 2**24
+"""Tokens of a sequence: positions are tabulated, and the pages of a sequence named, for each of them. No published
+model has more."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +79,26 @@ class SizedConfig(ModelConfig, ABC):
     def weight_bytes(self, dtype: DType) -> int:
         """Memory of the loaded weights."""
 
+    def table_bytes(self, window: int) -> int:
+        """Memory of what is tabulated at load for every position up to `window`."""
+        return 0
+
     @abstractmethod
     def kv_layers(self, format: KVFormat) -> tuple[LayerKV, ...]:
         """What each attention layer keeps of a token."""
 
     def effective_window(self, requested: int | None) -> int:
-        """`requested`, or the model's own window. Raises `StartupError` where the model cannot have that many."""
-        if requested is None:
-            return self.window
-        if not 1 <= requested <= self.max_window:
+        """`requested`, or the model's own window. Raises `StartupError` where the model cannot have that many, and for
+        more than anything here is made for."""
+        most = min(self.max_window, MAX_WINDOW)
+        if requested is None and self.window > most:
             raise StartupError(
-                f"--max-model-len {requested} is not possible: this model takes 1 to {self.max_window} tokens."
+                f"--model: the window that it declares, {self.window} tokens, is too long: at most {most} are served; "
+                "say how many with --max-model-len."
             )
-        return requested
+        if requested is not None and not 1 <= requested <= most:
+            raise StartupError(f"--max-model-len {requested} is not possible: this model takes 1 to {most} tokens.")
+        return self.window if requested is None else requested
 
 
 @dataclass(frozen=True)
@@ -108,8 +119,7 @@ class ModelFiles:
             raise StartupError(f"--model: {path} does not exist.")
         else:
             config = read_json(path / "config.json")
-            file = path / "generation_config.json"
-            generation = read_json(file) if file.exists() else Fields(str(file), {})
+            generation = read_json(path / "generation_config.json", needed=False)
         return cls(config, _generation(generation), path.is_file())
 
     @property
@@ -137,16 +147,22 @@ def declared_dtype(config: Fields) -> DType | None:
 def _generation(given: Fields) -> GenerationDefaults:
     """`do_sample: false`, written out, asks for greedy choice; a file that says nothing of it does not."""
 
-    def optional(key: str, low: float, high: float = math.inf) -> float | None:
-        return None if given.get(key) is None else given.number(key, low=low, high=high)
+    def optional(key: str) -> float | None:
+        """In the bounds that a request has."""
+        if given.get(key) is None:
+            return None
+        value = given.number(key, low=-math.inf)
+        if value not in RANGES[key]:
+            raise given.wrong(key, str(RANGES[key]))
+        return value
 
     greedy = given.get("do_sample") is False
     top_k, max_new = given.get("top_k"), given.get("max_new_tokens")
     return GenerationDefaults(
-        temperature=0.0 if greedy else optional("temperature", 0.0, 2.0),
-        top_p=None if given.get("top_p") is None else given.positive("top_p", high=1.0),
-        top_k=None if top_k is None else given.integer("top_k", low=-1),
-        min_p=optional("min_p", 0.0, 1.0),
-        repetition_penalty=None if given.get("repetition_penalty") is None else given.positive("repetition_penalty"),
+        temperature=0.0 if greedy else optional("temperature"),
+        top_p=optional("top_p"),
+        top_k=None if top_k is None else given.integer("top_k", low=int(RANGES["top_k"].low)),
+        min_p=optional("min_p"),
+        repetition_penalty=optional("repetition_penalty"),
         max_new_tokens=None if max_new is None else given.integer("max_new_tokens"),
     )

@@ -2,15 +2,21 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.errors import StartupError, reason_of
+from configs.errors import StartupError, reason_of, shown
 
 MAX_SIZE = 2**31 - 1
 """No model has a dimension, a vocabulary or a window that is larger; memory is reckoned and tables are made of them."""
+MIN_POSITIONS = 2
+"""The shortest window: a token of a prompt, and one of its answer."""
+MAX_SHOWN = 200
+"""Characters of a value that a complaint repeats."""
+_WEIGHT_FILE = re.compile(r"[^/\\\0]+\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,14 @@ class Fields:
             raise self.wrong(key, "true or false")
         return value
 
+    def token_ids(self, key: str, vocabulary: int) -> tuple[int, ...]:
+        """One id of a vocabulary of that size, or a list of them; none where absent."""
+        value = self.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
+            raise self.wrong(key, f"a token id or a list of them (ids of this vocabulary are 0 to {vocabulary - 1})")
+        return tuple(ids)
+
     def nested(self, key: str) -> "Fields":
         """The mapping under `key`; empty where absent."""
         value = self.get(key)
@@ -74,21 +88,41 @@ class Fields:
         name = self.own_keys.get(key, key)
         if self.get(key) is None:
             return StartupError(f"--model: {self.where}: {name} is missing; it must be {requirement}.")
-        return StartupError(f"--model: {self.where}: {name} must be {requirement}, got {self.get(key)!r}.")
+        return StartupError(
+            f"--model: {self.where}: {name} must be {requirement}, got {shown(self.get(key), MAX_SHOWN)}."
+        )
 
     def _required(self, key: str, default: Any) -> Any:
         value = self.get(key)
         return default if value is None else value
 
 
-def read_json(path: Path) -> Fields:
-    """A JSON object from disk. Raises `StartupError` where it is missing or is none."""
+def read_json(path: Path, needed: bool = True) -> Fields:
+    """A JSON object from disk. Raises `StartupError` where it is missing, if it is `needed`, or is none."""
+    if not needed and not path.exists():
+        return Fields(str(path), {})
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StartupError(f"--model: {path.parent} holds no {path.name}, so it is not a model folder.") from None
+    except RecursionError:
+        raise StartupError(f"--model: {path} cannot be read as JSON: it is nested too deeply.") from None
     except (OSError, ValueError) as error:
         raise StartupError(f"--model: {path} cannot be read as JSON: {reason_of(error)}.") from None
     if not isinstance(values, dict):
         raise StartupError(f"--model: {path} must hold a JSON object, got {type(values).__name__}.")
     return Fields(str(path), values)
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Weight name -> name of the file beside `path` that holds it, of an index of safetensors. Raises `StartupError`
+    for one that is damaged, and for names that lead out of the folder."""
+    index = read_json(path)
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise index.wrong("weight_map", "a file name for each weight")
+    for name, file in files.items():
+        if not isinstance(file, str) or not _WEIGHT_FILE.fullmatch(file) or not file.isprintable():
+            place = f"--model: {path}: weight_map: the file of {shown(name)}"
+            raise StartupError(f"{place} must be the name of a *.safetensors file beside it, got {shown(file)}.")
+    return files

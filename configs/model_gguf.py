@@ -8,6 +8,7 @@ from typing import Any
 from configs.errors import StartupError
 from configs.gguf_file import GGUFFile
 from configs.model_fields import Fields
+from configs.model_rope import GGUFRope
 
 Values = dict[str, Any]
 
@@ -120,7 +121,7 @@ def _rope(file: GGUFFile, metadata: Mapping[str, Any], name: str) -> Values:
     }
     rope: Values = {"rope_type": scaling.get("type", "none")}
     if "rope_freqs.weight" in file.tensors:
-        rope |= {"rope_type": "divisors", "divisors": _float_tensor(file, "rope_freqs.weight")}
+        rope |= {"rope_type": GGUFRope.DIVISORS, "divisors": _float_tensor(file, "rope_freqs.weight")}
     rope |= {
         "factor": scaling.get("factor"),
         "original_max_position_embeddings": scaling.get("original_context_length"),

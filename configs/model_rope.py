@@ -3,11 +3,19 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from enum import Enum
+from typing import Any, Literal
 
 from configs.model_fields import Fields
 
 RopeKind = Literal["none", "linear", "llama3", "yarn", "dynamic", "longrope", "divisors"]
+
+
+class GGUFRope(Enum):
+    """A `rope_type` that GGUF files come to and config.json cannot have: it is no text."""
+
+    DIVISORS = "divisors"
+
 
 ORIGINAL = "original_max_position_embeddings"
 
@@ -83,8 +91,8 @@ def read_rope(context: RopeContext, given: Fields) -> RopeConfig:
     kind = given.get(key)
     if kind in (None, "none", "default"):
         return RopeConfig("none", theta)
-    if not isinstance(kind, str) or kind not in READERS:
-        raise given.wrong(key, f"one of {', '.join(get_args(RopeKind))}")
+    if not isinstance(kind, str | GGUFRope) or kind not in READERS:
+        raise given.wrong(key, f"one of default, {', '.join(name for name in READERS if isinstance(name, str))}")
     return READERS[kind](context, given, theta)
 
 
@@ -169,13 +177,13 @@ def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
-READERS: dict[str, Callable[[RopeContext, Fields, float], RopeConfig]] = {
+READERS: dict[str | GGUFRope, Callable[[RopeContext, Fields, float], RopeConfig]] = {
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
     "su": _longrope,
-    "divisors": _divisors,
+    GGUFRope.DIVISORS: _divisors,
 }
 """Kind of scaling -> its reader; `su`: longrope in early files"""

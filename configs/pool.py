@@ -11,6 +11,12 @@ group 0's blocks, without bytes, are as many as give the sequences that fit thei
 
 On a GPU a step's own memory is set aside first (`step_bytes`), and without any flag the pools take a stated share of
 what is free: nobody else wants it.
+
+    settings, model, dtype ─> Costs ─┐
+                                     ├─> size_pools ─> PoolPlan
+    Memory ──────────────────────────┘
+
+The engine and `octavo plan` both go this way.
 """
 
 import math
@@ -18,6 +24,9 @@ from dataclasses import dataclass
 
 from configs.errors import SettingsError
 from configs.kv import KVLayout, WindowPages
+from configs.kv_flags import PLAIN, kv_layers
+from configs.model import DType, SizedConfig
+from configs.refresh import scratch_bytes
 from configs.settings import Settings
 
 AUTO_SHARE = 0.5
@@ -37,6 +46,67 @@ LIBRARY_BYTES = 2**28
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What there is for weights, a step's work and the pools."""
+
+    available_bytes: int
+    """Free before the weights are loaded."""
+    is_gpu: bool
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Memory that the largest step takes beside weights and pools: an estimate from above."""
+
+    logits: int
+    """Of every sequence, in the model's format and in fp32."""
+    activations: int
+    """Of every token, as 16 fp32 numbers for each row of a square matrix with as many numbers as a layer (the widest
+    things in a layer are a few times that wide)."""
+    context: int
+    """One sequence's whole context, K and V, gathered and widened: 12 bytes a number."""
+    scores: int = SCORES_BYTES
+    libraries: int = LIBRARY_BYTES
+
+    @property
+    def total(self) -> int:
+        return self.logits + self.activations + self.context + self.scores + self.libraries
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a model takes of memory under given settings, whatever the memory."""
+
+    layout: KVLayout
+    window: int
+    """Tokens of context that the model and --max-model-len allow."""
+    weight_bytes: int
+    """Weights and tables of positions."""
+    step: StepBytes
+    """Set aside on a GPU. On a CPU it comes out of what the pools leave."""
+    refresh_bytes: int
+    """The full-precision copy of one sequence that --kv-refresh-interval works in; 0 without it."""
+
+    @classmethod
+    def of(cls, settings: Settings, model: SizedConfig, dtype: DType) -> "Costs":
+        """dtype: what the model computes in (--dtype, resolved). Raises `StartupError` for a setting that the model
+        cannot have."""
+        window = model.effective_window(settings.max_model_len)
+        layout = KVLayout.of(kv_layers(settings, model, dtype), settings.block_size, window)
+        sizes = {"vocab_size": model.vocab_size, "num_parameters": model.num_parameters}
+        step = step_bytes(settings, layout, window=window, **sizes)
+        weights = model.weight_bytes(dtype) + model.table_bytes(window)
+        refresh = 0
+        if settings.kv_refresh_interval is not None:
+            refresh = scratch_bytes(layout, PLAIN[dtype], window)
+        return cls(layout, window, weights, step, refresh)
+
+    def work_bytes(self, is_gpu: bool) -> int:
+        """What is set aside beside weights and pools."""
+        return self.refresh_bytes + (self.step.total if is_gpu else 0)
+
+
+@dataclass(frozen=True)
 class PoolPlan:
     """The pools to allocate and the window that follows from them."""
 
@@ -44,13 +114,12 @@ class PoolPlan:
     """Of each KV group; see `KVLayout`."""
     windows: tuple[WindowPages, ...]
     """The windowed groups, for the KV manager."""
+    block_size: int
     num_tokens: int
     """The longest sequence that the pools can hold."""
     pool_bytes: int
     max_model_len: int
     """Effective window: min(model, --max-model-len, pools)."""
-    full_sequences: float
-    """Sequences of that length that fit at once."""
     decided_by: str
     """What fixed the size, in words: a flag, or the default and its reason."""
     notes: tuple[str, ...]
@@ -60,19 +129,46 @@ class PoolPlan:
     def num_blocks(self) -> int:
         return self.num_pages[0]
 
+    def sequences(self, tokens: int) -> float:
+        """Sequences of so many tokens, prompt and output, whose pages fit at once.
 
-def step_bytes(settings: Settings, layout: KVLayout, *, window: int, vocab_size: int, num_parameters: int) -> int:
-    """Memory that the largest step takes on a GPU beside weights and pools: an estimate from above.
+        A windowed group holds the window's pages of each and two more, and once the pages of a step. Where it is too
+        small for that, each sequence is granted all that it may hold at once.
+        """
+        pages = -(-tokens // self.block_size)
+        fits = [self.num_pages[0] / pages]
+        for window in self.windows:
+            steady = -(-window.window // self.block_size) + 2
+            together = (window.num_pages - (window.max_held - steady)) / min(steady, pages)
+            fits.append(max(together, window.num_pages / min(window.max_held, pages)))
+        return min(fits)
 
-    Logits of every sequence, in the model's format and in fp32. Activations of every token, as 16 fp32 numbers for each
-    row of a square matrix with as many numbers as a layer (the widest things in a layer are a few times that wide). One
-    sequence's whole context, K and V, gathered and widened: 12 bytes a number. Attention scores; libraries.
-    """
+    @property
+    def full_sequences(self) -> float:
+        return self.sequences(self.max_model_len)
+
+
+def size_pools(settings: Settings, costs: Costs, memory: Memory) -> PoolPlan:
+    """`resolve_num_blocks` with a device's rules. Raises `SettingsError` as that does."""
+    return resolve_num_blocks(
+        settings,
+        costs.layout,
+        window=costs.window,
+        available_bytes=memory.available_bytes,
+        weight_bytes=costs.weight_bytes,
+        work_bytes=costs.work_bytes(memory.is_gpu),
+        default_share=GPU_SHARE if memory.is_gpu else None,
+    )
+
+
+def step_bytes(settings: Settings, layout: KVLayout, *, window: int, vocab_size: int, num_parameters: int) -> StepBytes:
     tokens = max(settings.max_num_batched_tokens, settings.max_num_seqs)
-    logits = settings.max_num_seqs * vocab_size * 8
-    activations = tokens * 64 * math.isqrt(num_parameters // max(1, layout.num_layers))
     widest = max((layer.kv_heads * layer.head_dim for group in layout.groups for layer in group.spec.layers), default=0)
-    return logits + activations + 2 * window * widest * 12 + SCORES_BYTES + LIBRARY_BYTES
+    return StepBytes(
+        logits=settings.max_num_seqs * vocab_size * 8,
+        activations=tokens * 64 * math.isqrt(num_parameters // max(1, layout.num_layers)),
+        context=2 * window * widest * 12,
+    )
 
 
 def resolve_num_blocks(
@@ -126,9 +222,7 @@ def resolve_num_blocks(
     num_tokens = min([whole, *limits])
     max_model_len = min(window, num_tokens)
     notes = [_note(settings, num_tokens, window, lever, num_tokens < whole)] if num_tokens < window else []
-    fits = [pages.num_pages / min(pages.max_held, -(-max_model_len // block_size)) for pages in windows]
-    full = min([whole / max_model_len, *fits])
-    return PoolPlan(num_pages, windows, num_tokens, size, max_model_len, full, reason, tuple(notes))
+    return PoolPlan(num_pages, windows, block_size, num_tokens, size, max_model_len, reason, tuple(notes))
 
 
 def _note(settings: Settings, num_tokens: int, window: int, lever: str, windows_limit: bool) -> str:

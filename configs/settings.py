@@ -8,117 +8,33 @@ from the day it works.
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from fractions import Fraction
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from configs.errors import SettingsError
 from configs.limits import Policy
+from configs.setting_types import (
+    NO_LIMIT,
+    NOTHING,
+    AdminKey,
+    ApiKeys,
+    BlockSize,
+    KVDtype,
+    KVLayers,
+    LogLevel,
+    RootPath,
+    Size,
+    Text,
+    Texts,
+    WindowSize,
+    setting,
+)
 
-Group = Literal["Model", "KV cache", "Scheduling", "Queue", "HTTP", "Metrics and log", "Machine"]
-Unset = tuple[Literal["auto", "none"], str]
-"""How to write that a field has no value of its own, and what then holds: 'auto', Octavo chooses; 'none', no limit."""
-NO_LIMIT: Unset = ("none", "no limit")
 SECRET_FIELDS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})
 """Values never shown: not in --print-config, not in an error, not in repr()."""
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)(b?)|b)?", re.IGNORECASE | re.ASCII)
-_POWER = {"k": 1, "m": 2, "g": 3, "t": 4}
-_NOTHING = ("none", "null")
-_API_KEY = re.compile(r"[\x21-\x7e]+")
-_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
-
-
-def parse_size(text: str) -> int:
-    """A count of tokens or bytes as people write it.
-
-    As in vLLM, a small letter counts in thousands and a capital one in 1024s: '32k' is 32,000 and '32K' 32,768. With
-    units the usual rule holds: 'KiB', 'MiB', 'GiB' are powers of 1024, 'kB', 'MB', 'GB' powers of 1000 (any case).
-    A fraction needs a suffix and is rounded down to a whole number. Raises ValueError.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or ("." in match[1] and match[2] is None):
-        raise ValueError("must be a size such as 4096, 32K, 1.5M or 2.5GiB")
-    number, letter, binary, unit = match[1], match[2], match[3], match[4]
-    if letter is None:
-        return int(number)
-    base = 1024 if binary or (letter.isupper() and not unit) else 1000
-    return int(Fraction(number) * base ** _POWER[letter.lower()])
-
-
-def _size(value: Any) -> Any:
-    return parse_size(value) if isinstance(value, str) else value
-
-
-def _minus_one(value: Any) -> Any:
-    return None if value == -1 or (isinstance(value, str) and value.strip() == "-1") else value
-
-
-def _several(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-def _not_empty(value: str) -> str:
-    if not value.strip():
-        raise ValueError("must not be empty")
-    return value
-
-
-def _api_key(value: str) -> str:
-    if not _API_KEY.fullmatch(value):
-        raise ValueError("must be printable ASCII without spaces, and not empty")
-    return value
-
-
-def _root_path(value: str) -> str:
-    if value and not _ROOT_PATH.fullmatch(value):
-        raise ValueError("must begin with a slash and must not end with one, like /llm")
-    return value
-
-
-def _block_size(value: int) -> int:
-    if value & (value - 1):
-        raise ValueError("must be a power of two")
-    return value
-
-
-Text = Annotated[str, AfterValidator(_not_empty)]
-Size = Annotated[int, BeforeValidator(_size)]
-WindowSize = Annotated[int | None, BeforeValidator(_size), BeforeValidator(_minus_one)]
-BlockSize = Annotated[int, AfterValidator(_block_size)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_several)]
-AdminKey = Annotated[str, AfterValidator(_api_key)]
-RootPath = Annotated[str, AfterValidator(_root_path)]
-ApiKeys = Annotated[tuple[Annotated[str, AfterValidator(_api_key)], ...], BeforeValidator(_several)]
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
-
-
-def _setting(default: Any, group: Group, metavar: str, help: str, unset: Unset | None = None, **limits: Any) -> Any:
-    """A field with its help; `metavar` stands for the value in --help (words of a Literal are shown instead), `limits`
-    are pydantic's (ge, gt, le, …)."""
-    word, meaning = unset or ("", "")
-    if word:
-        help += f" {word}: {meaning}."
-    notes: dict[str, JsonValue] = {"group": group, "metavar": metavar, "word": word, "meaning": meaning}
-    return Field(default, description=help, json_schema_extra=notes, **limits)
 
 
 class Settings(BaseModel):
@@ -130,49 +46,49 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     # ---------------------------------------------------------------- model
-    model: Text | None = _setting(
+    model: Text | None = setting(
         None,
         "Model",
         "MODEL",
         "A Hugging Face Hub id, a local folder of safetensors or a .gguf file.",
         ("auto", "SmolLM2-135M-Instruct"),
     )
-    served_model_name: Texts = _setting(
+    served_model_name: Texts = setting(
         (),
         "Model",
         "NAME",
         "Names under which clients ask for the model; an answer bears the name that was asked for, or the first. "
         "Without it: the model as given at start.",
     )
-    revision: Text | None = _setting(
+    revision: Text | None = setting(
         None,
         "Model",
         "REVISION",
         "Branch, tag or commit of the model on the Hub.",
         ("auto", "its default branch"),
     )
-    tokenizer: Text | None = _setting(
+    tokenizer: Text | None = setting(
         None,
         "Model",
         "TOKENIZER",
         "A Hub id or a local folder whose tokenizer and chat template are used in place of the model's.",
         ("auto", "the model's own"),
     )
-    trust_remote_code: bool = _setting(
+    trust_remote_code: bool = setting(
         False,
         "Model",
         "BOOL",
         "Run Python code that comes with the model, where the library transformers has none for it. That code can do "
         "whatever you can: only for authors you trust.",
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _setting(
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = setting(
         "auto",
         "Model",
         "",
-        "Number format of weights and KV cache; float16 on GPUs only.",
+        "Number format of weights and arithmetic; float16 on GPUs only.",
         ("auto", "bfloat16 where the device computes in it, else float32, or float16 on a GPU that is fast in it"),
     )
-    max_model_len: WindowSize = _setting(
+    max_model_len: WindowSize = setting(
         None,
         "Model",
         "TOKENS",
@@ -181,7 +97,7 @@ class Settings(BaseModel):
         ("auto", "the model's own window"),
         ge=2,
     )
-    chat_template: Text | None = _setting(
+    chat_template: Text | None = setting(
         None,
         "Model",
         "TEMPLATE",
@@ -190,10 +106,10 @@ class Settings(BaseModel):
     )
 
     # ---------------------------------------------------------------- KV cache
-    block_size: BlockSize = _setting(
+    block_size: BlockSize = setting(
         16, "KV cache", "TOKENS", "Tokens in one KV page: a power of two from 4 to 128.", ge=4, le=128
     )
-    gpu_memory_utilization: float | None = _setting(
+    gpu_memory_utilization: float | None = setting(
         None,
         "KV cache",
         "FRACTION",
@@ -207,7 +123,7 @@ class Settings(BaseModel):
         gt=0.0,
         le=1.0,
     )
-    kv_cache_memory_bytes: Size | None = _setting(
+    kv_cache_memory_bytes: Size | None = setting(
         None,
         "KV cache",
         "BYTES",
@@ -215,7 +131,7 @@ class Settings(BaseModel):
         ("auto", "as --gpu-memory-utilization says"),
         ge=1,
     )
-    num_gpu_blocks_override: int | None = _setting(
+    num_gpu_blocks_override: int | None = setting(
         None,
         "KV cache",
         "N",
@@ -223,10 +139,50 @@ class Settings(BaseModel):
         ("auto", "as --kv-cache-memory-bytes or --gpu-memory-utilization says"),
         ge=1,
     )
-    enable_prefix_caching: bool = _setting(
+    enable_prefix_caching: bool = setting(
         True, "KV cache", "", "Keep the pages of finished requests and share them between requests that begin alike."
     )
-    cache_sharing: Literal["key", "global"] = _setting(
+    kv_cache_dtype: KVDtype = setting(
+        "auto",
+        "KV cache",
+        "",
+        "Number format in which keys and values are kept; fp8 is fp8_e4m3. fp8, int8 and int4 are quantised: the cache "
+        "holds two to four times the tokens, and answers change a little.",
+        ("auto", "the format that --dtype says"),
+    )
+    kv_cache_dtype_v: KVDtype = setting(
+        "auto",
+        "KV cache",
+        "",
+        "Number format of the values, where it is not that of the keys.",
+        ("auto", "as --kv-cache-dtype says"),
+    )
+    kv_cache_dtype_skip_layers: KVLayers = setting(
+        (),
+        "KV cache",
+        "LAYER",
+        "Layers whose keys and values stay in the format that --dtype says: their numbers, from 0 on, sliding_window "
+        "for all that have one, or none.",
+        ("auto", "sliding_window where the format is quantised and other layers are left, else none"),
+    )
+    kv_cache_scales: Text | None = setting(
+        None,
+        "KV cache",
+        "FILE",
+        "Scales for fp8 and int8 that octavo calibrate has found for this model, in place of one for each token and "
+        "head.",
+        ("none", "each token's own numbers give its scales"),
+    )
+    kv_refresh_interval: Size | None = setting(
+        None,
+        "KV cache",
+        "TOKENS",
+        "A quantised cache of a sequence is computed anew, in full precision, whenever so many more tokens have been "
+        "generated, so that errors do not build up.",
+        ("none", "never"),
+        ge=1,
+    )
+    cache_sharing: Literal["key", "global"] = setting(
         "key",
         "KV cache",
         "",
@@ -234,8 +190,8 @@ class Settings(BaseModel):
     )
 
     # ---------------------------------------------------------------- scheduling
-    max_num_seqs: int = _setting(128, "Scheduling", "N", "Sequences that run at once.", ge=1, le=65536)
-    max_num_batched_tokens: Size = _setting(
+    max_num_seqs: int = setting(128, "Scheduling", "N", "Sequences that run at once.", ge=1, le=65536)
+    max_num_batched_tokens: Size = setting(
         512,
         "Scheduling",
         "TOKENS",
@@ -243,7 +199,7 @@ class Settings(BaseModel):
         "streams: larger is better for throughput, smaller for smooth streams.",
         ge=1,
     )
-    scheduling_policy: Policy = _setting(
+    scheduling_policy: Policy = setting(
         "fcfs",
         "Scheduling",
         "",
@@ -252,10 +208,10 @@ class Settings(BaseModel):
     )
 
     # ---------------------------------------------------------------- queue
-    max_num_queued_reqs: int | None = _setting(
+    max_num_queued_reqs: int | None = setting(
         256, "Queue", "N", "Sequences that may wait; beyond that: 503 with Retry-After.", NO_LIMIT, ge=0
     )
-    max_num_queued_tokens: Size | None = _setting(
+    max_num_queued_tokens: Size | None = setting(
         524288,
         "Queue",
         "TOKENS",
@@ -263,27 +219,27 @@ class Settings(BaseModel):
         NO_LIMIT,
         ge=1,
     )
-    queue_timeout: float | None = _setting(
+    queue_timeout: float | None = setting(
         300.0, "Queue", "SECONDS", "A request that has waited this long is given up with 503.", NO_LIMIT, gt=0
     )
 
     # ---------------------------------------------------------------- HTTP
-    host: Text | None = _setting(
+    host: Text | None = setting(
         None,
         "HTTP",
         "ADDRESS",
         "Address to listen on.",
         ("auto", "127.0.0.1, or 0.0.0.0 where an API key is set"),
     )
-    port: int = _setting(8000, "HTTP", "PORT", "Port to listen on; 0: any free one.", ge=0, le=65535)
-    api_key: ApiKeys = _setting(
+    port: int = setting(8000, "HTTP", "PORT", "Port to listen on; 0: any free one.", ge=0, le=65535)
+    api_key: ApiKeys = setting(
         (),
         "HTTP",
         "KEY",
         "Keys of which a client must send one as a bearer token. Without it: open to all.",
         repr=False,
     )
-    admin_api_key: AdminKey | None = _setting(
+    admin_api_key: AdminKey | None = setting(
         None,
         "HTTP",
         "KEY",
@@ -291,21 +247,21 @@ class Settings(BaseModel):
         ("none", "those routes are closed"),
         repr=False,
     )
-    ssl_certfile: Text | None = _setting(
+    ssl_certfile: Text | None = setting(
         None,
         "HTTP",
         "FILE",
         "The server's certificate, in PEM, those that signed it behind it. With it: HTTPS.",
         ("none", "plain HTTP"),
     )
-    ssl_keyfile: Text | None = _setting(
+    ssl_keyfile: Text | None = setting(
         None,
         "HTTP",
         "FILE",
         "The certificate's private key, in PEM.",
         ("none", "it stands in --ssl-certfile"),
     )
-    ssl_keyfile_password: Text | None = _setting(
+    ssl_keyfile_password: Text | None = setting(
         None,
         "HTTP",
         "PASSWORD",
@@ -313,36 +269,36 @@ class Settings(BaseModel):
         ("none", "it is not encrypted"),
         repr=False,
     )
-    ssl_ca_certs: Text | None = _setting(
+    ssl_ca_certs: Text | None = setting(
         None,
         "HTTP",
         "FILE",
         "Authorities, in PEM: each client must show a certificate that one of them has signed.",
         ("none", "clients need no certificate"),
     )
-    root_path: RootPath = _setting(
+    root_path: RootPath = setting(
         "",
         "HTTP",
         "PATH",
         "The path under which a reverse proxy shows this server, such as /llm. Requests may come with it or without.",
     )
-    sse_keep_alive_interval: float = _setting(
+    sse_keep_alive_interval: float = setting(
         15.0, "HTTP", "SECONDS", "A stream that has been silent this long gets a comment line. 0: never.", ge=0
     )
-    shutdown_timeout: float = _setting(
+    shutdown_timeout: float = setting(
         30.0, "HTTP", "SECONDS", "How long open requests may go on after SIGTERM. 0: they are aborted at once.", ge=0
     )
 
     # ---------------------------------------------------------------- metrics and log
-    protect_metrics: bool = _setting(False, "Metrics and log", "", "Ask for the API key at /metrics too.")
-    metrics_compat: Literal["vllm", "none"] = _setting(
+    protect_metrics: bool = setting(False, "Metrics and log", "", "Ask for the API key at /metrics too.")
+    metrics_compat: Literal["vllm", "none"] = setting(
         "vllm",
         "Metrics and log",
         "",
         "vllm: /metrics has vLLM's names beside octavo_*, for existing dashboards and gateways. none: octavo_* alone.",
     )
-    log_level: LogLevel = _setting("info", "Metrics and log", "", "The least important messages that are logged.")
-    log_format: Literal["auto", "text", "json"] = _setting(
+    log_level: LogLevel = setting("info", "Metrics and log", "", "The least important messages that are logged.")
+    log_format: Literal["auto", "text", "json"] = setting(
         "auto",
         "Metrics and log",
         "",
@@ -351,14 +307,14 @@ class Settings(BaseModel):
     )
 
     # ---------------------------------------------------------------- machine
-    device: Literal["auto", "cpu", "cuda"] = _setting(
+    device: Literal["auto", "cpu", "cuda"] = setting(
         "auto",
         "Machine",
         "",
         "What computes. cuda: the first GPU that CUDA_VISIBLE_DEVICES leaves visible.",
         ("auto", "a GPU where there is one, else the CPU"),
     )
-    num_threads: int | None = _setting(
+    num_threads: int | None = setting(
         None,
         "Machine",
         "N",
@@ -367,7 +323,7 @@ class Settings(BaseModel):
         ge=1,
         le=4096,
     )
-    watchdog_timeout: float | None = _setting(
+    watchdog_timeout: float | None = setting(
         300.0,
         "Machine",
         "SECONDS",
@@ -382,7 +338,7 @@ class Settings(BaseModel):
         """'none', and 'auto' where Octavo then chooses, mean None; a bool (YAML reads `on` as one) is no number."""
         assert info.field_name is not None
         field = cls.model_fields[info.field_name]
-        words = (*_NOTHING, extra(field, "word")) if type(None) in get_args(field.annotation) else ()
+        words = (*NOTHING, extra(field, "word")) if type(None) in get_args(field.annotation) else ()
         if isinstance(value, str) and value.strip().lower() in words:
             return None
         if isinstance(value, bool) and field.annotation is not bool:
@@ -431,7 +387,7 @@ class Settings(BaseModel):
         if name == "host" and value is None:
             return "auto", self.bind_host + (", since an API key is set" if self.api_key else "")
         word = extra(field, "word")
-        if word and value in (None, word):
+        if word and value in (None, (), word):
             return word, extra(field, "meaning")
         return value, ""
 
@@ -442,7 +398,7 @@ def flag(name: str) -> str:
 
 
 def extra(field: FieldInfo, key: Literal["group", "metavar", "word", "meaning"]) -> str:
-    """What `_setting` noted about a field."""
+    """What `setting` noted about a field."""
     assert isinstance(field.json_schema_extra, dict)
     return str(field.json_schema_extra[key])
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from configs.decoder import FAMILIES
 from configs.errors import StartupError
 from configs.model import ModelConfig, ModelFiles, architecture, declared_dtype
-from configs.model_fields import Fields
+from configs.model_fields import MAX_SIZE, MIN_POSITIONS, Fields
 from configs.model_gguf import GGUF_ARCHITECTURES
+from configs.model_rope import ORIGINAL, rope_parameters
 
 SUPPORTED = (
     f"Supported are {', '.join(FAMILIES)}, GGUF files of {', '.join(GGUF_ARCHITECTURES)}, and through the library "
@@ -16,22 +17,35 @@ SUPPORTED = (
 )
 MAX_LAYERS = 4096
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-SIZES = (
-    *LAYERS,
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "sliding_window",
-    "n_embd",
-    "n_head",
-    "n_inner",
-    "n_positions",
+SIZES = {
+    **dict.fromkeys(LAYERS, 1),
+    "hidden_size": 1,
+    "intermediate_size": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 1,
+    "vocab_size": 1,
+    "max_position_embeddings": MIN_POSITIONS,
+    "sliding_window": 1,
+    "n_embd": 1,
+    "n_head": 1,
+    "n_inner": 1,
+    "n_positions": MIN_POSITIONS,
+}
+"""Keys under which architectures keep a size, of those that are whole numbers wherever they stand -> the least."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+"""How many there are, and how many a token goes to: a number, in some architectures a list with one for each layer. 0:
+layers without experts."""
+FACTORS = (
+    "rope_theta",
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logits_scaling",
 )
-"""Keys under which architectures keep a size, of those that are whole numbers wherever they stand."""
+"""Keys of numbers that are above 0: they divide, scale scores or cap them."""
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
@@ -73,14 +87,27 @@ def _check_values(config: Fields) -> None:
     if architecture(config) in FAMILIES:
         return  # a family of ours says itself what it needs
     slides = config.get("use_sliding_window") is not False  # transformers writes a window of 0 where it is
-    for key in SIZES:
-        if config.get(key) is not None:
-            config.integer(key, low=0 if key == "sliding_window" and not slides else 1)
+    for key, least in SIZES.items():
+        config.integer(key, default=least, low=0 if key == "sliding_window" and not slides else least)
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads is not None and kv_heads is not None and heads % kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
-    if config.get("rope_theta") is not None:
-        config.positive("rope_theta")
+    _check_experts(config)
+    rope = rope_parameters(config)
+    rope.integer(ORIGINAL, default=1)
+    for fields, keys in ((config, FACTORS), (rope, ("factor",))):
+        for key in keys:
+            fields.positive(key, default=1.0)
+
+
+def _check_experts(config: Fields) -> None:
+    """A token goes to one expert at least, where there are any, and to no more than there are."""
+    one_number = {key: value for key, value in config.values.items() if not isinstance(value, list | None)}
+    experts, chosen = ([key for key in keys if key in one_number] for keys in (EXPERTS, CHOSEN_EXPERTS))
+    count = min((config.integer(key, low=0) for key in experts), default=None)
+    for key in chosen:
+        if config.integer(key, low=1 if count else 0) > (MAX_SIZE if count is None else count):
+            raise config.wrong(key, f"at most {experts[0]} ({count})")
 
 
 def refusal(config: Fields, words: str) -> StartupError:
@@ -114,7 +141,7 @@ def _layers(config: Fields) -> object:
 
 
 def _experts(config: Fields) -> bool:
-    return any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    return any(config.get(key) for key in EXPERTS)
 
 
 def _given(*keys: str) -> Callable[[Fields], object]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.admission import Envelope as Envelope
     from engine.admission import about_prompt as about_prompt
+    from engine.calibration import calibrate as calibrate
     from engine.client import EngineClient as EngineClient
     from engine.client import QueueLimits as QueueLimits
     from engine.diagnosis import Diagnosis as Diagnosis
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from engine.errors import Overloaded as Overloaded
     from engine.errors import RequestFailed as RequestFailed
     from engine.errors import StartupError as StartupError
+    from engine.errors import ending as ending
     from engine.llm import LLM as LLM
     from engine.logs import configure_logging as configure_logging
     from engine.logs import is_json as is_json
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from engine.sampling_params import MAX_STOP_STRING_CHARS as MAX_STOP_STRING_CHARS
     from engine.sampling_params import SamplingParams as SamplingParams
     from engine.served_model import ServedModel as ServedModel
+    from engine.source import find_config as find_config
     from engine.source import resolve as resolve
+    from engine.source import sizes_of as sizes_of
     from engine.text.tokenizer import Tokenizer as Tokenizer
 
 _EXPORTS = {
@@ -51,11 +55,14 @@ _EXPORTS = {
     "ServedModel": "engine.served_model",
     "Envelope": "engine.admission",
     "about_prompt": "engine.admission",
+    "find_config": "engine.source",
     "resolve": "engine.source",
+    "sizes_of": "engine.source",
     "Tokenizer": "engine.text.tokenizer",
     "Observer": "engine.ports",
     "Diagnosis": "engine.diagnosis",
     "diagnose": "engine.diagnosis",
+    "calibrate": "engine.calibration",
     "configure_logging": "engine.logs",
     "is_json": "engine.logs",
     # messages
@@ -76,6 +83,7 @@ _EXPORTS = {
     "Overloaded": "engine.errors",
     "EngineDead": "engine.errors",
     "RequestFailed": "engine.errors",
+    "ending": "engine.errors",
 }
 __all__ = list(_EXPORTS)
 

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configs.kv import KVLayout
+from configs.kv_flags import PLAIN, describe, format_name, kv_layers, pair_name
 from configs.limits import SchedulerLimits
 from configs.model import SizedConfig
-from configs.pool import GPU_SHARE, PoolPlan, resolve_num_blocks, step_bytes
+from configs.pool import Costs, Memory, PoolPlan, size_pools
 from configs.settings import Settings
+from engine.cache_trial import try_cache
 from engine.core.kv.manager import KVManager
 from engine.core.loop import EngineCore
 from engine.core.scheduler import Scheduler
@@ -19,10 +21,11 @@ from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
 from engine.runner import company
 from engine.runner.executor import SingleExecutor
+from engine.runner.kv_scales import Channels, KVScales
 from engine.runner.model_runner import ModelRunner
 from kernels.cpu.exactness import ON_A_GPU, inexact
 from kernels.cpu.exactness import report as report_exactness
-from kernels.registry import choose
+from kernels.registry import KVFormats, choose
 
 logger = logging.getLogger("octavo.engine")
 
@@ -38,8 +41,13 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     for note in plan.notes:
         logger.warning(note)
     limits = SchedulerLimits(
-        settings.max_num_seqs, settings.max_num_batched_tokens, plan.max_model_len, policy=settings.scheduling_policy
+        settings.max_num_seqs,
+        settings.max_num_batched_tokens,
+        plan.max_model_len,
+        policy=settings.scheduling_policy,
+        kv_refresh_interval=settings.kv_refresh_interval,
     )
+    channels = _channels(settings, config, device)
 
     report(EngineLoading("loading weights"))
     with device.enough_memory("the weights"):
@@ -53,60 +61,75 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
         )
     device.trim()
     report(EngineLoading("warming up", 1.0))
-    runner = ModelRunner(model, config, layout, plan.num_pages, limits, device.place)
+    with device.enough_memory("a step"):
+        error = try_cache(settings, config, model, device, launch.sample_token_ids[: plan.max_model_len], channels)
+    plain = None if limits.kv_refresh_interval is None else PLAIN[device.dtype_name]
+    runner = ModelRunner(model, config, layout, plan.num_pages, limits, device.place, plain, channels)
     executor = SingleExecutor(runner, launch.eos_token_ids)
     with device.enough_memory("a step"):
         executor.warm_up(largest=device.is_gpu)
     kv = KVManager(plan.num_blocks, settings.block_size, settings.enable_prefix_caching, windows=plan.windows)
     scheduler = Scheduler(limits, kv, launch.eos_token_ids)
-    cache = CacheInfo(
-        num_blocks=plan.num_blocks,
-        block_size=settings.block_size,
-        bytes_per_block=layout.block_bytes,
-        bytes_per_token=layout.bytes_per_token,
-        dtype=device.kv_format.value,
-        max_model_len=plan.max_model_len,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        pool_bytes=plan.pool_bytes,
-    )
+    cache = _cache_info(settings, layout, plan, device)
     core = EngineCore(scheduler, executor, NoGrammar(), cache)
-    summary = _summary(launch.name, config, device, plan, layout)
+    summary = _summary(launch.name, config, device, plan, layout, describe(settings, layout, device.dtype_name))
     summary["prefix cache"] = "on" if settings.enable_prefix_caching else "off"
+    if error:
+        summary["KV fidelity"] = error
+    if runner.refresh is not None:
+        summary["refresh"] = _refresh(settings, runner.refresh.pool.nbytes)
     summary["answers"] = _exactness(runner, device)
     return core, EngineReady(cache, summary, config.vocab_size)
 
 
+def _channels(settings: Settings, config: SizedConfig, device: Device) -> list[Channels] | None:
+    """What static layers' K and V are divided by, on the device; None without a file of scales."""
+    if settings.kv_cache_scales is None:
+        return None
+    path = Path(settings.kv_cache_scales)
+    layers = kv_layers(settings, config, device.dtype_name)
+    found = KVScales.load(path).channels(path, config.architecture, layers)
+    return [(None if k is None else k.to(device.place), None if v is None else v.to(device.place)) for k, v in found]
+
+
+def _cache_info(settings: Settings, layout: KVLayout, plan: PoolPlan, device: Device) -> CacheInfo:
+    return CacheInfo(
+        num_blocks=plan.num_blocks,
+        block_size=settings.block_size,
+        bytes_per_block=layout.block_bytes,
+        bytes_per_token=layout.bytes_per_token,
+        dtype=format_name(settings, device.dtype_name),
+        max_model_len=plan.max_model_len,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        pool_bytes=plan.pool_bytes,
+    )
+
+
 def plan_pool(settings: Settings, config: SizedConfig, device: Device) -> tuple[KVLayout, PoolPlan]:
     """What a page holds and how many there will be. Raises `SettingsError`, which names the flag to change."""
-    window = config.effective_window(settings.max_model_len)
-    layout = KVLayout.of(config.kv_layers(device.kv_format), settings.block_size, window)
-    work = 0
-    if device.is_gpu:
-        sizes = {"vocab_size": config.vocab_size, "num_parameters": config.num_parameters}
-        work = step_bytes(settings, layout, window=window, **sizes)
-    plan = resolve_num_blocks(
-        settings,
-        layout,
-        window=window,
-        available_bytes=device.free_bytes,
-        weight_bytes=config.weight_bytes(device.dtype_name),
-        work_bytes=work,
-        default_share=GPU_SHARE if device.is_gpu else None,
-    )
-    return layout, plan
+    costs = Costs.of(settings, config, device.dtype_name)
+    return costs.layout, size_pools(settings, costs, Memory(device.free_bytes, device.is_gpu))
 
 
-def _summary(name: str, config: SizedConfig, device: Device, plan: PoolPlan, layout: KVLayout) -> dict[str, str]:
-    """The start-up block's lines, in order."""
+def _summary(
+    name: str, config: SizedConfig, device: Device, plan: PoolPlan, layout: KVLayout, formats: str
+) -> dict[str, str]:
+    """The start-up block's lines, in order. formats: of the cache, in words."""
     return {
         "model": f"{name} ({config.title})",
         "dtype": device.dtype_name + (f" ({device.dtype_note})" if device.dtype_note else ""),
         "device": device.words,
-        "attention": _kernel("paged_attention", device),
+        "attention": _attention(layout, device),
         "linear": _kernel("pack_linear", device),
+        "KV format": formats,
         "KV pool": _pools(plan, layout),
         "fits": f"{plan.full_sequences:.1f} requests of the full {plan.max_model_len} tokens",
     }
+
+
+def _refresh(settings: Settings, scratch_bytes: int) -> str:
+    interval, size = settings.kv_refresh_interval, scratch_bytes / 2**30
+    return f"every {interval} generated tokens, {size:.2f} GiB for one sequence in full precision"
 
 
 def _pools(plan: PoolPlan, layout: KVLayout) -> str:
@@ -124,9 +147,20 @@ def _pools(plan: PoolPlan, layout: KVLayout) -> str:
     return f"{' and '.join(parts)}, {plan.pool_bytes / 2**30:.2f} GiB ({plan.decided_by})"
 
 
-def _kernel(op: str, device: Device) -> str:
-    """What serves an op, and why what would have been preferred does not."""
-    choice = choose(op, device.place.type, device.dtype)
+def _attention(layout: KVLayout, device: Device) -> str:
+    """What serves attention, for each of the formats in which layers keep K and V."""
+    layers = [layer for group in layout.groups for layer in group.spec.layers]
+    served: dict[str, list[str]] = {}
+    for formats in dict.fromkeys(layer.formats for layer in layers):
+        served.setdefault(_kernel("paged_attention", device, formats), []).append(pair_name(*formats))
+    if len(served) == 1:
+        return next(iter(served))
+    return "; ".join(f"{', '.join(names)}: {words}" for words, names in served.items())
+
+
+def _kernel(op: str, device: Device, formats: KVFormats | None = None) -> str:
+    """What serves an op, and why what would have been preferred does not. formats: of pages, where it works on them."""
+    choice = choose(op, device.place.type, device.dtype, formats)
     better: dict[str, list[str]] = {}
     for name, reason in choice.refused:
         if not reason.endswith("is preferred"):

@@ -18,7 +18,16 @@ import zmq
 import zmq.asyncio
 
 from engine.admission import Envelope, admit_all
-from engine.errors import EngineDead, InvalidRequest, NotReady, Overloaded, RequestFailed, StartupError
+from engine.errors import (
+    EngineDead,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    RequestAborted,
+    RequestFailed,
+    StartupError,
+    ending,
+)
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -166,11 +175,9 @@ class EngineClient:
         deadline = time.monotonic() + timeout
         while self._open and self.phase == "draining" and time.monotonic() < deadline:
             await self._next_change(deadline - time.monotonic())
-        for stream in {id(s.stream): s.stream for s in self._open.values()}.values():
-            sequences = [s for s in self._open.values() if s.stream is stream]
-            self.abort(sequences)
-            message = f"The server is shutting down and the drain time of {timeout:g} s has run out."
-            stream.fail(NotReady(message, "draining"))
+        message = f"The server is shutting down and the drain time of {timeout:g} s has run out."
+        while self._open:
+            self._fail_stream(next(iter(self._open.values())), NotReady(message, "draining"))
 
     async def close(self, patience: float = STOP_SECONDS) -> None:
         """Ends the engine, by force when it has not gone after `patience` seconds, and the sockets."""
@@ -206,35 +213,31 @@ class EngineClient:
 
     def _open_stream(self, requests: list[AddRequest], stops: StopStrings) -> RequestStream:
         """Sends the choices of one prompt."""
-        prompt_token_ids = requests[0].prompt_token_ids
-        stream = RequestStream(self.abort, len(prompt_token_ids))
+        prompt = requests[0].prompt_token_ids
+        stream = RequestStream(self.abort, len(prompt))
         for request in requests:
             if self.limits.queue_timeout is not None:
                 latest = request.arrival + self.limits.queue_timeout
                 request.deadline = min(request.deadline or latest, latest)
             processor = OutputProcessor(
-                self.model.tokenizer,
-                request.params,
-                index=request.index,
-                prompt_token_ids=prompt_token_ids,
-                stops=stops,
+                self.model.tokenizer, request.params, index=request.index, prompt_token_ids=prompt, stops=stops
             )
             sequence = Sequence(request, stream, processor, Timings(request.arrival))
             self._open[request.request_id] = stream.open[request.request_id] = sequence
             if len(self._open) == 1:
                 self._last_heard = request.arrival  # an idle engine is rightly silent: the watchdog counts from here
             self._sent += 1
-            self._unreceived.append((self._sent, len(prompt_token_ids)))
+            self._unreceived.append((self._sent, len(prompt)))
             self._send(request)
         return stream
 
-    def abort(self, sequences: list[Sequence]) -> None:
-        """Ends sequences whose reader is gone."""
+    def abort(self, sequences: list[Sequence], reason: Literal["abort", "error"] = "abort") -> None:
+        """Ends sequences whose reader is gone, or has been told why."""
         alive = [s for s in sequences if self._open.pop(s.request.request_id, None) is not None]
         if alive:
             self._send(AbortRequests([s.request.request_id for s in alive]))
             for sequence in alive:
-                self._account(sequence, "abort")
+                self._account(sequence, reason)
 
     async def kv_report(self, num_events: int = 200, tenant: str | None = None) -> KVReport:
         """State of the pool and its latest events, from the engine itself."""
@@ -252,7 +255,7 @@ class EngineClient:
         """Ends the sequences of a request by the id that its client knows. Returns how many there were."""
         found = [one for name, one in self._open.items() if name.partition("~")[0] == request_id]
         for sequence in found:
-            self._fail_stream(sequence, RequestFailed("The request was aborted by the server's operator."))
+            self._fail_stream(sequence, RequestAborted("The request was aborted by the server's operator."))
         return len(found)
 
     async def _ask(self, query: Callable[[int], KVReportQuery | ResetPrefixCache]) -> KVReport | PrefixCacheReset:
@@ -363,9 +366,8 @@ class EngineClient:
                 self._take_output(sequence, output, stopped)
             except Exception:
                 logger.exception("request %s: its text could not be made", output.request_id)
-                self._fail_stream(
-                    sequence, RequestFailed("The answer's text could not be made (see the server's log).")
-                )
+                failure = RequestFailed("The answer's text could not be made (see the server's log).")
+                self._fail_stream(sequence, failure)
         if stopped:
             self._send(AbortRequests(stopped, "stop"))
         if not self._open:
@@ -392,12 +394,12 @@ class EngineClient:
             self._finish(sequence, delta.finish_reason or "stop")
         elif sequence.stream.is_stalled(self.limits.stall_timeout):
             logger.warning("request %s: aborted, its reader has stalled", sequence.request.request_id)
-            self._fail_stream(sequence, RequestFailed("The reader of this stream has stalled."))
+            self._fail_stream(sequence, RequestAborted("The reader of this stream has stalled."))
 
     def _fail_stream(self, sequence: Sequence, error: Exception) -> None:
         """Ends the stream that a sequence belongs to, with all its choices."""
         sequence.stream.fail(error)
-        self.abort([other for other in self._open.values() if other.stream is sequence.stream])
+        self.abort([other for other in self._open.values() if other.stream is sequence.stream], ending(error))
 
     def _failure_of(self, sequence: Sequence, output: TokenOutput) -> Exception:
         deadline = sequence.request.deadline
@@ -482,7 +484,7 @@ class EngineClient:
         self._enter("dead")
         error = error or EngineDead(message)
         for sequence in list(self._open.values()):
-            self._account(sequence, "error")
+            self._account(sequence, ending(error))
             sequence.stream.fail(error)
         self._open.clear()
         for future in self._queries.values():
@@ -494,7 +496,5 @@ class EngineClient:
 
     async def _next_change(self, timeout: float | None = None) -> None:
         self._changed.clear()
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout)
-        except TimeoutError:
-            return

@@ -16,16 +16,15 @@ from pathlib import Path
 import psutil
 import torch
 
-from configs.kv import KVFormat
 from configs.model import DType
 from configs.settings import Settings
 from engine.errors import StartupError
 from kernels.threads import num_threads, set_threads
 
-FORMATS: dict[DType, tuple[torch.dtype, KVFormat]] = {
-    "bfloat16": (torch.bfloat16, KVFormat.BF16),
-    "float16": (torch.float16, KVFormat.FP16),
-    "float32": (torch.float32, KVFormat.FP32),
+DTYPES: dict[DType, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
 }
 FAST_FLOAT16 = (7, 0)
 """The compute capability from which on products of float16 numbers have units of their own (Volta)."""
@@ -119,11 +118,7 @@ class Device:
 
     @property
     def dtype(self) -> torch.dtype:
-        return FORMATS[self.dtype_name][0]
-
-    @property
-    def kv_format(self) -> KVFormat:
-        return FORMATS[self.dtype_name][1]
+        return DTYPES[self.dtype_name]
 
     @property
     def words(self) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from configs.kv_flags import describe
 from configs.settings import Settings
 from configs.version import VERSION
 from engine.build import plan_pool
@@ -190,7 +191,8 @@ def model(settings: Settings, device: Device) -> dict[str, str]:
         "found at": f"{source.path} ({source.origin})",
         "weights": _gib(weights),
         "KV cache": f"{plan.num_blocks} pages of {settings.block_size} tokens = {plan.num_tokens} tokens, "
-        f"{_gib(plan.pool_bytes)}, {layout.bytes_per_token} bytes a token",
+        f"{_gib(plan.pool_bytes)}",
+        "KV format": describe(settings, layout, device.dtype_name),
         "decided by": plan.decided_by,
         "longest sequence": f"{plan.max_model_len} tokens",
         **({"note": " ".join(plan.notes)} if plan.notes else {}),

@@ -1,10 +1,12 @@
 """Every error that Octavo raises on purpose. Messages are written for the person who can act on them."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from configs.errors import OctavoError as OctavoError
 from configs.errors import StartupError as StartupError
 from configs.errors import reason_of as reason_of
+from configs.errors import shown as shown
 
 MAX_NAMED = 5
 """Fields that one message names besides the first."""
@@ -73,3 +75,12 @@ class EngineDead(OctavoError):
 
 class RequestFailed(OctavoError):
     """One request failed inside the engine; the others go on. HTTP 500, or an error frame in a stream."""
+
+
+class RequestAborted(RequestFailed):
+    """One request was ended on purpose, though its client has not gone: by an operator, or since its reader stalled."""
+
+
+def ending(error: Exception) -> Literal["abort", "error"]:
+    """How requests and sequences are counted that `error` ends: what was broken off, or what went wrong."""
+    return "abort" if isinstance(error, RequestAborted | NotReady) else "error"

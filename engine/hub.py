@@ -7,7 +7,6 @@ Python files only where they are asked for.
 """
 
 import errno
-import json
 import logging
 import re
 import shutil
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.model_fields import read_weight_map
 from engine.errors import StartupError, reason_of
 
 Progress = Callable[[str, float], None]
@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
     "config.json",
     "generation_config.json",
 )
+CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -101,6 +102,30 @@ def fetch_model(wanted: Wanted, check: Callable[[Path], object], progress: Progr
 def cached_model(wanted: Wanted) -> Path:
     """What `fetch_model` has fetched. Asks nobody; raises `NotFetched` that says what is missing."""
     return _cached_model(wanted, _Unavailable("it was not fetched yet", is_refusal=True))
+
+
+def fetch_config(wanted: Wanted, progress: Progress) -> tuple[Path, bool]:
+    """A folder with config.json, and Python files where they are asked for, or a GGUF file that had been fetched; and
+    whether it had all been there before. Never weights. Raises `NotFetched`."""
+    if wanted.file is not None:
+        try:
+            return cached_model(wanted), True
+        except NotFetched:
+            raise NotFetched(
+                "the sizes of a GGUF model stand in the file itself, which was not fetched yet; name the repository "
+                "that has this model with a config.json"
+            ) from None
+    try:
+        listing = _list(wanted)
+    except _Unavailable as error:
+        folder = _cached_folder(wanted, error)
+        if not (folder / CONFIG).is_file():
+            raise NotFetched(f"{error}, and the copy in the cache lacks {CONFIG}") from None
+        return folder, True
+    if CONFIG not in listing.sizes:
+        raise NotFetched(f"it has no {CONFIG}")
+    code = [name for name in listing.sizes if wanted.with_code and name.endswith(".py") and "/" not in name]
+    return _download(wanted, listing, [CONFIG, *code], progress)
 
 
 def fetch_tokenizer(wanted: Wanted, progress: Progress) -> Path:
@@ -300,7 +325,7 @@ def _all_shards(folder: Path, names: list[str]) -> set[str]:
     """Weight files that there must be, as the index or, without one, a shard's own name says."""
     index = folder / INDEX
     if index.is_file():
-        return set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        return set(read_weight_map(index).values())
     counts = [int(match[1]) for name in names if (match := SHARD.fullmatch(name))]
     if not counts:
         return set()

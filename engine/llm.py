@@ -1,6 +1,7 @@
 """Octavo without HTTP: the same core, driven from one thread."""
 
 import gc
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class LLM:
     `with`, `shutdown` or the last reference's end frees the memory.
     """
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
         resolved = Settings.create({"model": model, **settings})
         source = resolve(resolved)
         served = ServedModel.load(source, resolved)
@@ -85,9 +86,13 @@ class LLM:
         the engine in the middle of a step: it is shut down then.
         """
         batch = _as_batch(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
-        if not all(isinstance(one, SamplingParams) for one in each):
+        if isinstance(params, Sequence):
+            given, copies = list(params), 1
+        else:
+            given, copies = [SamplingParams() if params is None else params], len(batch)
+        if not all(isinstance(one, SamplingParams) for one in given):
             raise TypeError("params must be SamplingParams, one or as many as there are prompts")
+        each = given * copies
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts need as many sampling params, or one; got {len(each)}")
         return self._run([self._encode(prompt) for prompt in batch], each)
@@ -96,7 +101,8 @@ class LLM:
         """Answers one conversation. Raises as `generate` does."""
         if not isinstance(params, SamplingParams | None):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        return self._run([(None, self.chat_renderer.render(messages))], [params or SamplingParams(max_tokens=None)])[0]
+        chosen = SamplingParams(max_tokens=None) if params is None else params
+        return self._run([(None, self.chat_renderer.render(messages))], [chosen])[0]
 
     def memory_stats(self) -> dict[str, int | float]:
         """total_pages, used_pages, cached_pages, free_pages, utilization, slot_utilization, active_requests,

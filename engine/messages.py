@@ -6,6 +6,7 @@ Slots are positions in [0, max_num_seqs): the scheduler hands them out, the runn
 table, sampling parameters) in each.
 """
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 import msgspec
@@ -77,6 +78,8 @@ class Launch(msgspec.Struct):
     """`Settings`, as JSON values."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a sequence, as the tokenizer's files and the generation configuration name them."""
+    sample_token_ids: list[int] = []
+    """A text in the model's own tokens, to try the KV cache's format with; none: it is not tried."""
 
 
 ToEngine = AddRequest | AbortRequests | Shutdown | KVReportQuery | ResetPrefixCache
@@ -155,6 +158,10 @@ class Stats(msgspec.Struct, array_like=True):
     recomputed_tokens_total: int = 0
     """Tokens computed again after a preemption."""
     generated_tokens_total: int = 0
+    refreshes_total: int = 0
+    """Times that a sequence's K and V were set to be computed anew in full precision."""
+    refreshed_tokens_total: int = 0
+    """Tokens computed in full precision for that."""
     preemptions_total: dict[str, int] = msgspec.field(default_factory=dict)
     """By reason."""
     evictions_total: dict[str, int] = msgspec.field(default_factory=dict)
@@ -229,7 +236,7 @@ class KVReport(msgspec.Struct, tag=True):
     """`LLM.memory_stats()`: total_pages, used_pages, cached_pages, free_pages, utilization, slot_utilization,
     active_requests, bytes_per_page, bytes_per_token, total_bytes."""
     events: list[dict[str, str | int | float | None]]
-    """Newest last: allocation, hit, miss, eviction, copy, preemption, wait, each with its reason."""
+    """Newest last: allocation, hit, miss, eviction, copy, preemption, refresh, wait, each with its reason."""
 
 
 class PrefixCacheReset(msgspec.Struct, tag=True):
@@ -288,10 +295,26 @@ class StepPlan(msgspec.Struct):
     freed_slots: list[int]
     scored_slots: list[int] = []
     """Rows that also bring log-probabilities of the prompt tokens that follow theirs."""
+    refreshed_slots: list[int] = []
+    """Rows that are computed in full precision: they attend to K and V as no page holds them, from the executor's
+    scratch, and write both scratch and pages. The scratch holds one sequence, from its first token on: these rows are
+    computed one after another, in this order. They bring nothing."""
 
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+    def rows_of(self, slots: Collection[int]) -> "StepPlan":
+        """The same with the rows of these slots alone."""
+        places = [place for place, slot in enumerate(self.slots) if slot in slots]
+        return msgspec.structs.replace(
+            self,
+            slots=[self.slots[place] for place in places],
+            num_tokens=[self.num_tokens[place] for place in places],
+            samples=[self.samples[place] for place in places],
+            scored_slots=[slot for slot in self.scored_slots if slot in slots],
+            refreshed_slots=[slot for slot in self.refreshed_slots if slot in slots],
+        )
 
 
 class RowResult(msgspec.Struct):

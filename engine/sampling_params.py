@@ -1,33 +1,20 @@
 """How one request wants its tokens chosen."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
+from typing import Any
 
 import msgspec
 
-from engine.errors import InvalidRequest
+from configs.sampling_limits import RANGES
+from engine.errors import InvalidRequest, shown
 
-MAX_TOP_LOGPROBS = 20
-MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_ALLOWED_TOKEN_IDS = 65536
-_INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_RANGES = {
-    "n": (1, MAX_N),
-    "temperature": (0, 2),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),  # beyond them half-precision logits lose their meaning
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "seed": (-(2**63), 2**63 - 1),
-    "logprobs": (0, MAX_TOP_LOGPROBS),
-    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
-}
 _MOST_ENTRIES = {
     "stop": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -35,6 +22,58 @@ _MOST_ENTRIES = {
     "bad_words": MAX_BAD_WORDS,
     "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
 }
+
+
+# ------------------------------------------------------------------ kinds of values; numpy's numbers are some too
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_texts(value: Any) -> bool:
+    return _is_list(value) and all(isinstance(text, str) for text in value)
+
+
+def _are_ids(value: Any) -> bool:
+    """By the kinds among them: there may be many ids."""
+    kinds = set(map(type, value)) if _is_list(value) else {object}
+    return bool not in kinds and all(issubclass(kind, Integral) for kind in kinds)
+
+
+def _are_words(value: Any) -> bool:
+    return _is_list(value) and all(map(_are_ids, value))
+
+
+def _are_biases(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_integer, value)) and all(map(_is_number, value.values()))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+_KINDS = (
+    (("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"), _is_integer, "an integer"),
+    (
+        ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        _is_number,
+        "a number",
+    ),
+    (("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), _is_flag, "True or False"),
+    (("stop",), _are_texts, "a string or a list of strings"),
+    (("stop_token_ids", "allowed_token_ids"), _are_ids, "a list of token ids"),
+    (("bad_words",), _are_words, "a list of lists of token ids"),
+    (("logit_bias",), _are_biases, "a number for each token id"),
+)
+"""(fields, whether a value is of their kind, the kind in words)"""
+_MAY_BE_NONE = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids"}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,16 +129,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _wrong_types(self) -> Iterator[tuple[str, str]]:
         """(field, sentence) for each value of another kind; Python itself checks none."""
-        for names, kind, words in ((_INTEGERS, Integral, "an integer"), (_NUMBERS, Real, "a number")):
+        for names, is_right, words in _KINDS:
             for name in names:
                 value = getattr(self, name)
-                if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-                    yield name, f"{name} must be {words}, got {value!r:.60}."
-        if not all(isinstance(text, str) for text in self.stop):
-            yield "stop", f"stop must be strings, got {self.stop!r:.60}."
-        for name, ids in self._token_ids().items():
-            if not all(issubclass(kind, Integral) for kind in set(map(type, ids))):
-                yield name, f"{name} must hold token ids, got {getattr(self, name)!r:.60}."
+                if not (is_right(value) or (value is None and name in _MAY_BE_NONE)):
+                    yield name, f"{name} must be {words}, got {shown(value)}."
 
     def _token_ids(self) -> dict[str, list[int]]:
         """All of them, by field."""
@@ -113,21 +147,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _problems(self) -> Iterator[tuple[str, str]]:
         """(field, sentence) for each thing that is wrong."""
         least = 1 if self.prompt_logprobs is None else 0
-        if self.min_tokens < 0:
-            yield "min_tokens", f"min_tokens must be at least 0, got {self.min_tokens}."
         if self.max_tokens is not None and self.max_tokens < least:
-            yield "max_tokens", f"max_tokens must be at least {least}, got {self.max_tokens}."
+            yield "max_tokens", f"max_tokens must be at least {least}, got {shown(self.max_tokens)}."
         elif self.max_tokens is not None and self.min_tokens > self.max_tokens:
             most = f"max_tokens ({self.max_tokens})"
-            yield "min_tokens", f"min_tokens must be at most {most}, got {self.min_tokens}."
-        for name, (low, high) in _RANGES.items():
+            yield "min_tokens", f"min_tokens must be at most {most}, got {shown(self.min_tokens)}."
+        for name, allowed in RANGES.items():
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:  # also refuses NaN
-                yield name, f"{name} must be between {low} and {high}, got {value}."
-        if not 0.0 < self.top_p <= 1.0:
-            yield "top_p", f"top_p must be above 0 and at most 1, got {self.top_p}."
-        if self.top_k < -1:
-            yield "top_k", f"top_k must be -1 (off), 0 (off) or positive, got {self.top_k}."
+            if value is not None and value not in allowed:
+                yield name, f"{name} must be {allowed}, got {shown(value)}."
         for name, limit in _MOST_ENTRIES.items():
             size = len(getattr(self, name) or ())
             if size > limit:
@@ -137,7 +165,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 yield "stop", f"stop strings must have 1 to {MAX_STOP_STRING_CHARS} characters, got one of {len(text)}."
         for token, bias in (self.logit_bias or {}).items():
             if not -100.0 <= bias <= 100.0:
-                yield "logit_bias", f"logit_bias must be between -100 and 100, got {bias} for token {token}."
+                given = f"{shown(bias)} for token {shown(token)}"
+                yield "logit_bias", f"logit_bias must be between -100 and 100, got {given}."
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             yield "allowed_token_ids", "allowed_token_ids must not be empty."
         if not all(self.bad_words):
@@ -148,9 +177,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, ids in self._token_ids().items():
             for token in ids:
                 if not 0 <= token < size:
-                    raise InvalidRequest(
-                        f"{name} holds token id {token}; ids of this model are 0 to {size - 1}.", name, "invalid_value"
-                    )
+                    message = f"{name} holds token id {shown(token)}; ids of this model are 0 to {size - 1}."
+                    raise InvalidRequest(message, name, "invalid_value")
 
     @property
     def is_greedy(self) -> bool:

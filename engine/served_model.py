@@ -10,9 +10,12 @@ from engine.errors import StartupError
 from engine.messages import Launch
 from engine.source import ModelSource
 from engine.text.chat_template import ChatRenderer
+from engine.text.sample import SAMPLE
 from engine.text.tokenizer import Tokenizer
 
 MAX_TEMPLATE_BYTES = 1 << 20
+SAMPLE_TOKENS = 256
+"""Of the text with which the engine tries the KV cache's format."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class ServedModel:
     def launch(self, source: ModelSource, settings: Settings) -> Launch:
         """What the engine is told. It never learns keys and passwords."""
         values = settings.model_dump(mode="json", exclude=set(SECRET_FIELDS))
-        return Launch(str(source.path), source.name, values, self.tokenizer.eos_token_ids)
+        sample = self.tokenizer.encode(SAMPLE, add_special_tokens=True)[:SAMPLE_TOKENS]
+        return Launch(str(source.path), source.name, values, self.tokenizer.eos_token_ids, sample)
 
 
 def _template(value: str | None) -> str | None:

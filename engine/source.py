@@ -21,11 +21,13 @@ from pathlib import Path
 from configs.decoder import DecoderConfig
 from configs.gguf_file import MAGIC, GGUFFile
 from configs.load import environment_without_secrets
+from configs.model import SizedConfig
+from configs.probed import ProbedConfig
 from configs.settings import Settings
 from configs.supported import read_model
 from engine.child import command
 from engine.errors import StartupError
-from engine.hub import NotFetched, Progress, Wanted, cached_model, fetch_model, fetch_tokenizer, refusal
+from engine.hub import NotFetched, Progress, Wanted, cached_model, fetch_config, fetch_model, fetch_tokenizer, refusal
 
 RAW_PROGRESS_SINCE = (24, 1)
 """pip's first version that prints progress for programs."""
@@ -117,6 +119,36 @@ def find(settings: Settings) -> ModelSource | None:
     )
 
 
+def find_config(settings: Settings, *, progress: Progress = lambda phase, fraction: None) -> ModelSource:
+    """--model, or the default model, as far as its sizes go: a folder with config.json or a .gguf file, whose weights
+    need not be there. Of the Hub's files config.json is fetched, and code where that is trusted; never weights.
+
+    Raises `StartupError`.
+    """
+    wanted = _look_here(settings, with_weights=False)
+    if isinstance(wanted, ModelSource):
+        return wanted
+    if wanted is None:
+        found = find(settings)
+        if found is None:
+            raise StartupError("The default model is not on this machine yet: name a model's folder, file or Hub id.")
+        return found
+    try:
+        path, was_there = fetch_config(wanted, progress)
+    except NotFetched as error:
+        raise refusal(wanted, "--model", error) from None
+    return ModelSource(path, settings.model or wanted.repository, CACHED if was_there else "Hugging Face Hub")
+
+
+def sizes_of(source: ModelSource, trust_remote_code: bool) -> SizedConfig:
+    """Every size of the model, without torch: what its files say, or what the library transformers says of them in a
+    process of its own. Raises `StartupError` for a model that cannot be served."""
+    config = read_model(source.path)
+    if isinstance(config, DecoderConfig):
+        return config
+    return ProbedConfig.of(config, _ask_library(source.path, trust_remote_code))
+
+
 def default_cache() -> Path:
     """The user's folder for the default model."""
     return Path.home() / ".cache" / "octavo" / "models"
@@ -134,15 +166,16 @@ def _resolve_model(settings: Settings, progress: Progress) -> ModelSource:
         raise refusal(wanted, "--model", error) from None
 
 
-def _look_here(settings: Settings) -> ModelSource | Wanted | None:
-    """A model on this machine, what to ask the Hub for, or None for the default model. Raises `StartupError`."""
+def _look_here(settings: Settings, with_weights: bool = True) -> ModelSource | Wanted | None:
+    """A model on this machine, what to ask the Hub for, or None for the default model. Raises `StartupError`, also for
+    one without weights if it must have them."""
     model, revision = settings.model, settings.revision
     if model is None:
         if revision is not None:
             raise StartupError("--revision is about a model from the Hub: name one with --model.")
         return None
     try:
-        local = _on_this_machine(model)
+        local = _on_this_machine(model, with_weights)
     except (OSError, RuntimeError) as error:  # RuntimeError: '~' of nobody
         reason = (getattr(error, "strerror", None) or str(error)).rstrip(".").lower()
         raise StartupError(f"--model: {model} cannot be read: {reason}; {EXPECTED}.") from None
@@ -187,8 +220,9 @@ def _from_hub(wanted: Wanted, name: str, progress: Progress) -> ModelSource:
     return ModelSource(path, name, CACHED if was_there else "Hugging Face Hub")
 
 
-def _ask_library(folder: Path, trust_remote_code: bool) -> None:
-    """Raises `StartupError` where the library transformers has no class for the model that Octavo can serve."""
+def _ask_library(folder: Path, trust_remote_code: bool) -> str:
+    """The model's sizes (`ProbedConfig.as_text`). Raises `StartupError` where the library transformers has no class for
+    it that Octavo can serve."""
     asked = subprocess.run(
         command("engine.model.fallback", str(folder), str(int(trust_remote_code))),
         capture_output=True,
@@ -201,6 +235,7 @@ def _ask_library(folder: Path, trust_remote_code: bool) -> None:
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or ["no reason was given"])[-1].rstrip(".")
         raise StartupError(f"--model: {folder} could not be looked at by the library transformers: {last}.")
+    return asked.stdout
 
 
 def resolve_packaged(model: PackagedModel, *, cache: Path, progress: Progress) -> ModelSource:
@@ -228,14 +263,14 @@ def resolve_packaged(model: PackagedModel, *, cache: Path, progress: Progress) -
 
 
 # ------------------------------------------------------------------ what is on this machine
-def _on_this_machine(model: str) -> ModelSource | None:
+def _on_this_machine(model: str, with_weights: bool) -> ModelSource | None:
     """None where `model` can only be the id of a model on the Hub. Raises OSError too."""
     path = Path(model).expanduser()
     if path.is_dir():
-        _check_folder(path)
+        _check_folder(path, with_weights)
         return ModelSource(path, model, "local folder")
     if path.is_file():
-        _check_gguf(path)
+        _check_gguf(path, with_weights)
         return ModelSource(path, model, "local file")
     if path.exists():
         raise StartupError(f"--model: {model} is neither a file nor a folder; {EXPECTED}.")
@@ -247,20 +282,20 @@ def _on_this_machine(model: str) -> ModelSource | None:
     return None
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, with_weights: bool) -> None:
     names = {entry.name for entry in folder.iterdir()}
     if "config.json" not in names:
         ggufs = sorted(name for name in names if name.endswith(".gguf"))
         hint = f"name the file itself, --model {folder / ggufs[0]}" if ggufs else EXPECTED
         found = "an empty folder" if not names else "a folder without config.json"
         raise StartupError(f"--model: {folder} is {found}; {hint}.")
-    if not any(name.endswith(".safetensors") for name in names):
+    if with_weights and not any(name.endswith(".safetensors") for name in names):
         other = sorted(name for name in names if name.endswith(WEIGHTS))
         hint = f", only {other[0]}: convert the weights to safetensors" if other else f"; {EXPECTED}"
         raise StartupError(f"--model: {folder} has no *.safetensors weights{hint}.")
 
 
-def _check_gguf(path: Path) -> None:
+def _check_gguf(path: Path, with_weights: bool) -> None:
     size = path.stat().st_size
     if size == 0:
         raise StartupError(f"--model: {path} is an empty file; {EXPECTED}.")
@@ -271,12 +306,8 @@ def _check_gguf(path: Path) -> None:
     if magic != MAGIC:
         raise StartupError(f"--model: {path} is a file, but not GGUF (it does not begin with 'GGUF'); {EXPECTED}.")
     file = GGUFFile.read(path)
-    last = max((tensor.offset for tensor in file.tensors.values()), default=0)
-    if last >= size:
-        raise StartupError(
-            f"--model: {path} is damaged or incomplete: it ends at byte {size}, before its last tensor ({last}); "
-            "fetch it again."
-        )
+    if with_weights:
+        file.check_tensors()
 
 
 def _is_intact(path: Path, model: PackagedModel) -> bool:

@@ -12,10 +12,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from configs.kv import KVFormat, KVHalf, KVSpec, LayerKV
-from kernels.registry import choose
-
-KV_DTYPES = {KVFormat.FP32: torch.float32, KVFormat.BF16: torch.bfloat16, KVFormat.FP16: torch.float16}
-"""The torch dtype in which each format is stored."""
+from kernels.registry import KVFormats, choose
 
 Gate = Literal["silu", "gelu_tanh"]
 """What is done to the numbers that gate others: SwiGLU, GeGLU (Shazeer 2020); tanh: the approximation of GELU by it."""
@@ -33,11 +30,22 @@ class LayerPages:
     """Layout of a block."""
     layer: int
     """Index among the layers of `spec`."""
+    k_channels: torch.Tensor | None = None
+    """fp32 [kv_heads, head_dim], contiguous: by what K is divided before it is stored. Where scales are static and K's
+    format has some, and nowhere else."""
+    v_channels: torch.Tensor | None = None
+    """The same of V."""
 
     def __post_init__(self) -> None:
         _assert_pool(self.pool)
         assert self.pool.shape[1] == self.spec.block_bytes, (self.pool.shape, self.spec.block_bytes)
         assert 0 <= self.layer < len(self.spec.layers), (self.layer, len(self.spec.layers))
+        kind = self.kind
+        for format, channels in zip(kind.formats, self.channels, strict=True):
+            assert (channels is not None) == (kind.static and format.may_be_static), (kind, format)
+            if channels is not None:
+                assert channels.shape == (kind.kv_heads, kind.head_dim) and channels.dtype == torch.float32, kind
+                assert channels.is_contiguous() and channels.device == self.pool.device, channels.device
 
     @property
     def kind(self) -> LayerKV:
@@ -47,6 +55,11 @@ class LayerPages:
     def halves(self) -> tuple[KVHalf, KVHalf]:
         """(K, V)"""
         return self.spec.halves[self.layer]
+
+    @property
+    def channels(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(of K, of V)"""
+        return self.k_channels, self.v_channels
 
 
 class PackedLinear(Protocol):
@@ -132,17 +145,17 @@ def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: torch.Tensor) -> None:
-    """Writes k, v [T, Hkv, D] into a layer's pages.
+    """Writes k, v [T, Hkv, D], of one dtype, into a layer's pages, in the layer's formats (`reference.kv_formats`).
 
     slot_mapping: int64 [T], block x block_size + offset; -1 is skipped; no slot occurs twice. Any row stride, heads and
-    dims dense; dtype that of the layer's format.
+    dims dense.
     """
     kind = pages.kind
     assert k.dim() == 3 and k.shape == v.shape and k.shape[1:] == (kind.kv_heads, kind.head_dim), (k.shape, kind)
-    assert k.dtype == v.dtype == KV_DTYPES[kind.format] and slot_mapping.dtype == torch.int64, (k.dtype, kind.format)
+    assert k.dtype == v.dtype and k.is_floating_point() and slot_mapping.dtype == torch.int64, (k.dtype, v.dtype)
     assert slot_mapping.shape == k.shape[:1] and slot_mapping.is_contiguous(), slot_mapping.shape
     assert _rows_dense(k) and _rows_dense(v), (k.stride(), v.stride())
-    _serve("store_kv", k)(k, v, pages, slot_mapping)
+    _serve("store_kv", k, kind.formats)(k, v, pages, slot_mapping)
 
 
 def paged_attention(
@@ -162,14 +175,14 @@ def paged_attention(
     last ones of sequence b; seq_lens: int32 [B], context length including these rows. Row i of n sees the first
     seq_len - n + i + 1 tokens, with a window the last `window` of those; other slots contribute nothing, whatever they
     hold, and entries of block_tables for blocks of which no row sees anything are never read. q: any row stride, heads
-    and dims dense, dtype of the layer's format. Hq is a multiple of Hkv; query heads [h * Hq / Hkv, (h + 1) * Hq / Hkv)
+    and dims dense. Hq is a multiple of Hkv; query heads [h * Hq / Hkv, (h + 1) * Hq / Hkv)
     read key/value head h. A score is q . k x scale, scale > 0; with softcap > 0 it is softcap x tanh(q . k x scale /
     softcap), as in Gemma 2. sinks: fp32 [Hq], contiguous, for each query head the logit of no token: it takes its share
     of the softmax and adds nothing (Xiao et al. 2023; learned in gpt-oss).
     """
     kind = pages.kind
     assert q.dim() == 3 and q.shape[2] == kind.head_dim and q.shape[1] % kind.kv_heads == 0, (q.shape, kind)
-    assert q.dtype == KV_DTYPES[kind.format] and _rows_dense(q), (q.dtype, kind.format, q.stride())
+    assert q.is_floating_point() and _rows_dense(q), (q.dtype, q.stride())
     assert block_tables.dim() == 2 and block_tables.dtype == query_start.dtype == seq_lens.dtype == torch.int32
     assert query_start.shape[0] == seq_lens.shape[0] + 1 == block_tables.shape[0] + 1, (query_start, seq_lens)
     assert block_tables.stride(1) == 1 and query_start.is_contiguous() and seq_lens.is_contiguous() and scale > 0
@@ -177,9 +190,16 @@ def paged_attention(
     assert softcap is None or softcap > 0, softcap
     assert sinks is None or (sinks.shape == q.shape[1:2] and sinks.dtype == torch.float32), (sinks.shape, sinks.dtype)
     assert sinks is None or (sinks.is_contiguous() and sinks.device == q.device), (sinks.stride(), sinks.device)
-    serve = _serve("paged_attention", q)
+    serve = _serve("paged_attention", q, kind.formats)
     out: torch.Tensor = serve(q, pages, block_tables, query_start, seq_lens, scale, window, softcap, sinks)
     return out
+
+
+def compute_dtype(dtype: torch.dtype, formats: KVFormats) -> torch.dtype:
+    """In which attention multiplies q of `dtype` with pages of `formats`: bf16 where q is bf16 and K and V are that or
+    codes of at most eight bits, else fp32. Sums are fp32."""
+    narrow = all(format.is_quantised or format is KVFormat.BF16 for format in formats)
+    return torch.bfloat16 if dtype is torch.bfloat16 and narrow else torch.float32
 
 
 def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
@@ -188,8 +208,8 @@ def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
     _serve("copy_blocks", pool)(pool, pairs)
 
 
-def _serve(op: str, tensor: torch.Tensor) -> Any:
-    return choose(op, "cpu" if tensor.is_cpu else tensor.device.type, tensor.dtype).function
+def _serve(op: str, tensor: torch.Tensor, formats: KVFormats | None = None) -> Any:
+    return choose(op, "cpu" if tensor.is_cpu else tensor.device.type, tensor.dtype, formats).function
 
 
 def _dense(x: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Which implementation serves an op: (op, device, dtype) -> function, and why each other one was refused.
 
-A provider module lists `CANDIDATES`, best first. `choose` asks them in order and takes the first that accepts; every
-other one leaves a `Refused` with its reason in words, for the start-up block and whoever asks why a machine is slow.
+Ops that work on KV pages are asked for by the pages' formats too. A provider module lists `CANDIDATES`, best first.
+`choose` asks them in order and takes the first that accepts; every other one leaves a `Refused` with its reason in
+words, for the start-up block and whoever asks why a machine is slow.
 """
 
 import functools
@@ -12,8 +13,19 @@ from typing import Any
 
 import torch
 
-PROVIDERS = ("kernels.cpu.attention", "kernels.cpu.linear", "kernels.cpu.elementwise", "kernels.reference")
+from configs.kv import KVFormat
+
+PROVIDERS = (
+    "kernels.cpu.attention",
+    "kernels.cpu.store",
+    "kernels.cpu.linear",
+    "kernels.cpu.elementwise",
+    "kernels.reference",
+)
 """Modules with a `CANDIDATES` tuple, in order of preference. The reference comes last and accepts everything."""
+
+KVFormats = tuple[KVFormat, KVFormat]
+"""(of K, of V)"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,8 @@ class Candidate:
     """As people read it: "C++ AVX-512 bf16", "torch reference"."""
     offer: Callable[[str, torch.dtype], Accepted | Refused]
     """(device type, dtype) -> the function, or why not. May be slow (compile, probe): asked once a process."""
+    refuses: Callable[[torch.dtype, KVFormats], str | None] | None = None
+    """(dtype of q, k and v, formats of pages) -> why it cannot work on such pages, or None. Without it: on all."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +84,22 @@ def candidates(op: str) -> tuple[Candidate, ...]:
 
 
 @functools.cache
-def choose(op: str, device: str, dtype: torch.dtype) -> Choice:
-    """The implementation that serves `op` on `device` ("cpu", "cuda") in `dtype`. Raises NoImplementation."""
-    return choose_among(candidates(op), op, device, dtype)
+def choose(op: str, device: str, dtype: torch.dtype, formats: KVFormats | None = None) -> Choice:
+    """The implementation that serves `op` on `device` ("cpu", "cuda") in `dtype`. Raises NoImplementation.
+
+    formats: of the pages, where the op works on any; None: whatever they may be.
+    """
+    return choose_among(candidates(op), op, device, dtype, formats)
 
 
-def choose_among(candidates: Iterable[Candidate], op: str, device: str, dtype: torch.dtype) -> Choice:
+def choose_among(
+    candidates: Iterable[Candidate], op: str, device: str, dtype: torch.dtype, formats: KVFormats | None = None
+) -> Choice:
     """The first of `candidates` that accepts. Raises NoImplementation."""
     chosen: tuple[str, Callable[..., Any]] | None = None
     refused = []
     for candidate in candidates:
-        offer = candidate.offer(device, dtype)
+        offer = _offer(candidate, device, dtype, formats)
         if isinstance(offer, Refused):
             refused.append((candidate.name, offer.reason))
         elif chosen is None:
@@ -91,3 +110,11 @@ def choose_among(candidates: Iterable[Candidate], op: str, device: str, dtype: t
         tried = "; ".join(f"{name}: {reason}" for name, reason in refused) or "no candidates"
         raise NoImplementation(f"nothing implements {op} on {device} in {dtype} ({tried})")
     return Choice(op, device, dtype, *chosen, tuple(refused))
+
+
+def _offer(candidate: Candidate, device: str, dtype: torch.dtype, formats: KVFormats | None) -> Accepted | Refused:
+    offer = candidate.offer(device, dtype)
+    if isinstance(offer, Accepted) and formats is not None and candidate.refuses is not None:
+        reason = candidate.refuses(dtype, formats)
+        return offer if reason is None else Refused(reason)
+    return offer

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 
 from server import preflight
 
-COMMANDS = ("serve", "doctor", "help")
+COMMANDS = ("serve", "plan", "doctor", "calibrate", "help")
 USAGE = """\
 usage: octavo serve [MODEL] [flags]     serve a model with an OpenAI-compatible API
        octavo serve --help              all flags
+       octavo plan MODEL [flags]        what a model takes of memory, and what fits
        octavo doctor [MODEL] [flags]    look at this machine and try it out
+       octavo calibrate [MODEL] --out FILE [flags]
+                                        find scales for a smaller KV cache
        octavo help                      this text (also octavo --help)
        octavo --version
 
@@ -21,8 +24,8 @@ python -m server [MODEL] [flags] is the same as octavo serve [MODEL] [flags].
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1 (the engine died, or the doctor found something), 2 (could not
-    start) or 130 (Ctrl-C).
+    """Runs one command and returns its exit code: 0, 1 (the engine died, the doctor found something, or what was
+    planned does not fit), 2 (could not start) or 130 (Ctrl-C).
 
     A command is always named: nothing is served because a word was forgotten.
     """
@@ -39,8 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command == "serve":
         return _guarded(_serve, arguments[1:])
+    if command == "plan":
+        return _guarded(_plan, arguments[1:])
     if command == "doctor":
         return _guarded(_doctor, arguments[1:])
+    if command == "calibrate":
+        return _guarded(_calibrate, arguments[1:])
     if command == "--version":
         return _guarded(_serve, arguments[:1])
     return _refuse(_unknown(command))
@@ -74,11 +81,27 @@ def _serve(arguments: list[str]) -> int:
     return serve(loaded.settings)
 
 
+def _plan(arguments: list[str]) -> int:
+    """`octavo plan`. Nothing is loaded or served, so a foreign `kernels` does no harm."""
+    from server.plan import run
+
+    return run(arguments)
+
+
 def _doctor(arguments: list[str]) -> int:
     refusal = preflight.foreign_kernels()
     if refusal is not None:
         return _refuse(refusal)
     from server.doctor import run
+
+    return run(arguments)
+
+
+def _calibrate(arguments: list[str]) -> int:
+    refusal = preflight.foreign_kernels()
+    if refusal is not None:
+        return _refuse(refusal)
+    from server.calibrate import run
 
     return run(arguments)
 

@@ -39,22 +39,23 @@ def run(arguments: Sequence[str]) -> int:
 
 def as_text(sections: dict[str, dict[str, str]], problems: Sequence[str]) -> str:
     """Tables, then the verdict. No line is longer than `WIDTH`, except for words that are."""
-    blocks = [f"Octavo {VERSION}"]
-    for title, rows in sections.items():
-        names = max(map(len, rows), default=0)
-        blocks.append("\n".join([title, *(_row(name, value, names) for name, value in rows.items())]))
+    blocks = [f"Octavo {VERSION}", *(table(title, rows) for title, rows in sections.items())]
     if problems:
-        blocks.append("\n".join(["PROBLEMS", *(_wrapped(f"  * {problem}", "    ") for problem in problems)]))
+        blocks.append("\n".join(["PROBLEMS", *(wrapped(f"  * {problem}", "    ") for problem in problems)]))
     else:
         blocks.append("All is well.")
     return "\n\n".join(blocks)
 
 
-def _row(name: str, value: str, width: int) -> str:
-    return _wrapped(f"  {name:<{width}}  {value}", " " * (width + 4))
+def table(title: str, rows: dict[str, str]) -> str:
+    """Names and what they come to, below a title."""
+    width = max(map(len, rows), default=0)
+    lines = (wrapped(f"  {name:<{width}}  {value}", " " * (width + 4)) for name, value in rows.items())
+    return "\n".join([title, *lines])
 
 
-def _wrapped(line: str, indent: str) -> str:
+def wrapped(line: str, indent: str) -> str:
+    """`indent`: of all lines but the first."""
     return "\n".join(
         textwrap.wrap(
             line, WIDTH, subsequent_indent=indent, drop_whitespace=True, break_long_words=False, break_on_hyphens=False

@@ -167,6 +167,16 @@ class OctavoCollector(Collector):
         yield _counter(
             "octavo_recomputed_tokens", "Tokens computed again after a preemption.", m.total("recomputed_tokens_total")
         )
+        yield _counter(
+            "octavo_kv_refreshes",
+            "Times that a sequence's keys and values were set to be computed anew in full precision.",
+            m.total("refreshes_total"),
+        )
+        yield _counter(
+            "octavo_kv_refreshed_tokens",
+            "Tokens computed in full precision for refreshes.",
+            m.total("refreshed_tokens_total"),
+        )
         yield _counter("octavo_generated_tokens", "Generated tokens handed to readers.", m.generated_tokens)
         preemptions = m.total_by_reason("preemptions_total")
         yield _by_reason("octavo_preemptions", "Sequences preempted, by reason.", PREEMPTION_REASONS, preemptions)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Self
 
-from engine import EngineClient, Envelope, RequestStream, SamplingParams, TextDelta, TokenLogprobs
+from engine import EngineClient, Envelope, RequestStream, SamplingParams, TextDelta, TokenLogprobs, ending
 from server.metrics import Metrics
 
 
@@ -69,8 +69,8 @@ class Generation:
         except StopAsyncIteration:
             self._count("length" if "length" in self._reasons else "stop")
             raise
-        except Exception:
-            self._count("error")
+        except Exception as error:
+            self._count(ending(error))
             raise
         self.usage.completion_tokens += len(delta.token_ids)
         prompt, choice = divmod(delta.index, self.work.params.n)

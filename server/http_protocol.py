@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from server.errors import Problem
 from server.logs import access
-from server.middleware import request_id_from
+from server.request_id import request_id_from
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0

@@ -5,9 +5,7 @@ Plain ASGI: `receive` goes through untouched, so that a disconnect reaches the h
 
 import asyncio
 import logging
-import re
 import time
-import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse
@@ -18,19 +16,14 @@ from server.auth import PROBES
 from server.errors import problem_of
 from server.logs import RequestLog
 from server.metrics import Metrics
+from server.request_id import request_id_from
 
 logger = logging.getLogger("octavo.server")
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+=/-]{1,128}", re.ASCII)
 _QUIET = PROBES | {"/metrics"}
 """Paths that are asked every few seconds: neither counted nor logged."""
 _POLLED = "/debug/kv"
 """The page at / asks it every second: what went well is counted, not logged."""
-
-
-def request_id_from(text: str | None) -> str:
-    """A client's own id where it is harmless in headers and logs, a fresh one otherwise."""
-    return text if text and _REQUEST_ID.fullmatch(text) else uuid.uuid4().hex
 
 
 class RequestContext:
@@ -48,15 +41,15 @@ class RequestContext:
             return await self._app(scope, receive, send)
         if scope["path"] == self._root_path:  # the page's own links start from the slash
             return await RedirectResponse(self._root_path + "/")(scope, receive, send)
-        request_id = request_id_from(Headers(scope=scope).get("x-request-id"))
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id_from(Headers(scope=scope).get("x-request-id"))  # a body may bring another
         started, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
             await send(message)
 
         try:
@@ -66,14 +59,14 @@ class RequestContext:
                 ending = NotReady("The server is shutting down and the time for this request has run out.", "draining")
                 await problem_of(ending).response()(scope, receive, send_with_id)
         except Exception as error:
-            logger.exception("request %s failed", request_id)
+            logger.exception("request %s failed", state["request_id"])
             if status == 0:
                 await problem_of(error).response()(scope, receive, send_with_id)
         finally:
-            self._account(scope, status, time.monotonic() - started, request_id)
+            self._account(scope, status, time.monotonic() - started)
         return None
 
-    def _account(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
+    def _account(self, scope: Scope, status: int, seconds: float) -> None:
         if scope["path"] in _QUIET:
             return
         # The template, not the path: labels must stay few whatever clients ask for.
@@ -81,5 +74,6 @@ class RequestContext:
         self._metrics.http_request(handler, scope["method"], status, seconds)
         if scope["path"] == _POLLED and status == 200:
             return
-        request = {"id": request_id, "method": scope["method"], "path": scope["path"], "route": handler}
-        self._log.write({**request, "status": status, "seconds": seconds}, scope["state"].get("engine_id"))
+        state = scope["state"]
+        request = {"id": state["request_id"], "method": scope["method"], "path": scope["path"], "route": handler}
+        self._log.write({**request, "status": status, "seconds": seconds}, state.get("engine_id"))

@@ -9,6 +9,7 @@ The socket is bound before anything is loaded: a taken port costs nothing, and p
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -18,18 +19,18 @@ import ssl
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from configs.settings import Settings, flag
+from configs.settings import Settings
 from engine import EngineClient, EngineLoading, Launch, QueueLimits, ServedModel, StartupError, is_json, resolve
 from server.aside import Lane
 from server.banner import Progress, startup_block
 from server.context import ServerContext
 from server.http_protocol import BoundedHTTP
+from server.tls import load_certificates
 
 logger = logging.getLogger("octavo.server")
 
@@ -39,8 +40,8 @@ DEAD_SECONDS = 2.0
 FLUSH_SECONDS = 3
 """Time that responses have to reach their readers at the end."""
 FORCED_SECONDS = 1.0
-ENCRYPTED_KEY = b"ENCRYPTED"
-"""Stands in the head of an encrypted private key, in both of PEM's forms for them."""
+CURES = {errno.EADDRINUSE: "choose another with --port", errno.EADDRNOTAVAIL: "choose one of this machine with --host"}
+"""By what is in the way of an address; of anything else, either flag."""
 
 
 class _Server(uvicorn.Server):
@@ -194,28 +195,6 @@ def http_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     )
 
 
-def load_certificates(config: uvicorn.Config, settings: Settings) -> None:
-    """Raises `StartupError` where a file of --ssl-* cannot be read or used."""
-    for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
-        if settings.ssl_certfile is None and getattr(settings, name) is not None:
-            raise StartupError(f"{flag(name)} needs --ssl-certfile.")
-    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
-        file = getattr(settings, name)
-        try:
-            if file is not None and ENCRYPTED_KEY in Path(file).read_bytes() and settings.ssl_keyfile_password is None:
-                # OpenSSL would ask for it at the terminal, and wait.
-                raise StartupError(f"{flag(name)} {file} is encrypted: give --ssl-keyfile-password.")
-        except OSError as error:
-            raise StartupError(
-                f"{flag(name)} {file} cannot be read: {(error.strerror or str(error)).lower()}."
-            ) from None
-    try:
-        config.load()
-    except (ssl.SSLError, OSError) as error:
-        reason = getattr(error, "reason", None) or str(error)
-        raise StartupError(f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {reason}.") from None
-
-
 def queue_limits(context: ServerContext) -> QueueLimits:
     settings = context.settings
     return QueueLimits(
@@ -234,8 +213,9 @@ def bind(settings: Settings) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise StartupError(f"cannot listen on {host}: {error.strerror or error} (--host).") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host is so long
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StartupError(f"cannot listen on {host}: {reason} (--host).") from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -243,6 +223,7 @@ def bind(settings: Settings) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = (error.strerror or str(error)).lower()
-        raise StartupError(f"cannot listen on {host} port {port}: {reason}; choose another with --port.") from None
+        cure = CURES.get(error.errno or 0, "choose another with --port or --host")
+        raise StartupError(f"cannot listen on {host} port {port}: {reason}; {cure}.") from None
     listener.setblocking(False)
     return listener

@@ -24,7 +24,6 @@ from engine import (
 from server.context import ServerContext, caller_of
 from server.errors import about
 from server.generation import Work
-from server.middleware import request_id_from
 from server.protocol.answer import Answer, AnswerInfo
 from server.protocol.body import num_values
 from server.protocol.chat import MAX_CONTENT_PARTS, MAX_TEMPLATE_VALUES, ChatBody, TemplateBody
@@ -34,6 +33,7 @@ from server.protocol.completion_answer import CompletionAnswer
 from server.protocol.logprobs import ShownLogprobs, TokenSpelling
 from server.protocol.sampling import GenerationBody
 from server.protocol.unsupported import CHAT, COMPLETION, refuse
+from server.request_id import is_request_id
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for raw completions. A chat without a limit runs to the window."""
@@ -364,9 +364,12 @@ def envelope_of(context: ServerContext, body: GenerationBody, request: Request) 
 
 
 def request_id_of(body: GenerationBody, request: Request) -> str:
-    """The same in the answer's id, in `x-request-id`, in the log and in the KV cache's events."""
-    own: str = request.state.request_id
-    return own if body.request_id is None else request_id_from(body.request_id)
+    """One for the answer's id, `x-request-id`, the log, the KV cache's events and whoever aborts it: that header's as
+    it came, else the body's, else a fresh one."""
+    if body.request_id is not None and not is_request_id(request.headers.get("x-request-id")):
+        request.state.request_id = body.request_id
+    chosen: str = request.state.request_id
+    return chosen
 
 
 def cache_salt(tenant: str | None, salt: str | None) -> str | None:

@@ -1,16 +1,20 @@
 """Whole engines on one loaded model: real scheduler, KV manager, runner and kernels, no HTTP. For tests."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from configs.kv import KVFormat, KVLayout, WindowPages
+from configs.kv import KVLayout, LayerKV, WindowPages
+from configs.kv_flags import PLAIN, kv_layers
 from configs.limits import SchedulerLimits
-from configs.model import SizedConfig
+from configs.model import DType, SizedConfig
+from configs.settings import Settings
+from engine import device
 from engine.core.kv.manager import KVManager
 from engine.core.loop import EngineCore
 from engine.core.scheduler import Scheduler
@@ -24,7 +28,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from kernels.threads import num_threads, set_threads
 
-FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16, torch.float16: KVFormat.FP16}
+DTYPES: dict[torch.dtype, DType] = {dtype: name for name, dtype in device.DTYPES.items()}
 CPU = torch.device("cpu")
 
 
@@ -37,6 +41,16 @@ class Loaded:
     dtype: torch.dtype
     window: int
     device: torch.device = CPU
+    kv: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the KV cache's formats and refreshes."""
+
+    @property
+    def refresh_interval(self) -> int | None:
+        return Settings.create(self.kv).kv_refresh_interval
+
+    @property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        return kv_layers(Settings.create(self.kv), self.config, DTYPES[self.dtype])
 
     @classmethod
     def load(cls, path: Path, dtype: torch.dtype, window: int, device: torch.device = CPU) -> "Loaded":
@@ -78,7 +92,7 @@ class Engine:
         num_extents: int | None = None,
     ) -> None:
         """`num_extents`: pages of each windowed group, as many as `num_blocks` if not given."""
-        layout = KVLayout.of(loaded.config.kv_layers(FORMATS[loaded.dtype]), block_size)
+        layout = KVLayout.of(loaded.kv_layers, block_size)
         counts = [num_blocks, *[num_extents or num_blocks] * (len(layout.groups) - 1)]
         pages = [
             WindowPages.plan(group.window, count, block_size, chunk)
@@ -87,8 +101,9 @@ class Engine:
         ]
         kv = KVManager(num_blocks, block_size, prefix_caching, windows=pages)
         window = min(loaded.window, kv.usable_tokens)
-        limits = SchedulerLimits(max_num_seqs, chunk, window)
-        runner = ModelRunner(loaded.model, loaded.config, layout, counts, limits, loaded.device)
+        limits = SchedulerLimits(max_num_seqs, chunk, window, kv_refresh_interval=loaded.refresh_interval)
+        plain = None if loaded.refresh_interval is None else PLAIN[DTYPES[loaded.dtype]]
+        runner = ModelRunner(loaded.model, loaded.config, layout, counts, limits, loaded.device, plain=plain)
         self.executor = SingleExecutor(runner, ())
         scheduler = Scheduler(limits, kv)
         info = CacheInfo(num_blocks, block_size, layout.block_bytes, layout.bytes_per_token, "", window, prefix_caching)

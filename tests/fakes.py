@@ -6,6 +6,9 @@ missing, stale or doubled page changes the answer; `sequential` computes the sam
 
 With windowed KV groups each position is stored once more for each of them, and every row asserts that it finds there,
 through that group's table, all that its window shows it.
+
+What is computed in full precision has other hashes, made from the scratch alone: a refresh that is missing, early, late
+or shared changes every token that follows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -68,7 +71,14 @@ def cell_after(previous: Cell, token: int) -> Cell:
     return token, hash((previous, token))
 
 
-def sequential(prompt: list[int], params: SamplingParams, index: int, window: int) -> tuple[list[int], str]:
+def full_cell_after(previous: Cell, token: int) -> Cell:
+    """In full precision."""
+    return token, hash((previous, token, "full"))
+
+
+def sequential(
+    prompt: list[int], params: SamplingParams, index: int, window: int, refresh_interval: int | None = None
+) -> tuple[list[int], str]:
     """What one request alone must get: its tokens and its finish reason."""
     cells = [EMPTY]
     for token in prompt:
@@ -84,6 +94,10 @@ def sequential(prompt: list[int], params: SamplingParams, index: int, window: in
             return output, "stop"
         if len(output) == params.max_tokens or len(prompt) + len(output) == window:
             return output, "length"
+        if refresh_interval is not None and len(output) % refresh_interval == 0:
+            cells = [EMPTY]
+            for earlier in [*prompt, *output[:-1]]:
+                cells.append(full_cell_after(cells[-1], earlier))
         cells.append(cell_after(cells[-1], token))
 
 
@@ -136,6 +150,8 @@ class HashExecutor:
         self.num_tokens = 0
         self.num_copies = 0
         self.max_unfinished = 0
+        self.scratch: list[Cell] = []
+        """The leading tokens of one sequence, in full precision."""
         self._writers: dict[int, dict[tuple[int, int], str]] = {}
         """step not yet sampled -> (KV group, block) it writes -> for whom"""
 
@@ -148,14 +164,17 @@ class HashExecutor:
             raise RuntimeError("the device is gone")
         self._apply(plan)
         self._check_rows(plan)
-        writes = [(self.rows[slot], tokens) for slot, tokens in zip(plan.slots, plan.num_tokens, strict=True)]
+        tokens_of = dict(zip(plan.slots, plan.num_tokens, strict=True))
+        writes = [(self.rows[slot], tokens) for slot, tokens in tokens_of.items()]
         self._check_writers(plan, writes)
+        for slot in plan.refreshed_slots:
+            self._refresh(self.rows[slot], plan.num_tokens[plan.slots.index(slot)])
+        writes = [(self.rows[slot], n) for slot, n in tokens_of.items() if slot not in plan.refreshed_slots]
         # Every row stores before any attends. A row that continues another's page of this step starts behind it.
         for row, tokens in sorted(writes, key=lambda write: write[0].num_computed):
             self._store(row, tokens)
         for row, tokens in writes:
             self._check_windows(row, row.num_computed - tokens)
-        tokens_of = dict(zip(plan.slots, plan.num_tokens, strict=True))
         scores = {slot: self._score(slot, tokens_of[slot]) for slot in plan.scored_slots}
         results = [self._sample(slot) for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
         self.num_tokens += plan.total_tokens
@@ -190,12 +209,16 @@ class HashExecutor:
 
     def _check_rows(self, plan: StepPlan) -> None:
         assert len(plan.slots) == len(set(plan.slots)) == len(plan.num_tokens) == len(plan.samples)
+        refreshed = set(plan.refreshed_slots)
+        assert refreshed <= set(plan.slots) and len(refreshed) == len(plan.refreshed_slots)
+        assert not refreshed & set(plan.scored_slots), "the scratch brings no log-probabilities"
         decodes = [n == 1 and samples for n, samples in zip(plan.num_tokens, plan.samples, strict=True)]
         assert decodes == sorted(decodes, reverse=True), "decode rows come first"
         for slot, tokens, samples in zip(plan.slots, plan.num_tokens, plan.samples, strict=True):
             row = self.rows[slot]
             end = row.num_computed + tokens
             assert tokens > 0 and end <= len(row.token_ids)
+            assert not (samples and slot in refreshed), "the scratch brings no tokens"
             assert samples == (end == len(row.token_ids) and row.params.max_tokens != 0)
             for table, size in zip(row.tables, self.sizes, strict=True):
                 assert end <= len(table) * self.block_size, "the table has room for what is written"
@@ -222,6 +245,20 @@ class HashExecutor:
             for group, block in row.places(index):
                 self.pools[group][block][offset] = cell
         row.num_computed += tokens
+
+    def _refresh(self, row: Row, tokens: int) -> None:
+        """Reads the scratch, writes scratch and pages."""
+        start, end = row.num_computed, row.num_computed + tokens
+        del self.scratch[start:]
+        known = [token for token, _ in self.scratch]
+        assert known == row.token_ids[:start], f"the scratch is not that of {row.request_id}"
+        for position in range(start, end):
+            cell = full_cell_after(self.scratch[-1] if self.scratch else EMPTY, row.token_ids[position])
+            self.scratch.append(cell)
+            for group, block in row.places(position // self.block_size):
+                self.pools[group][block][position % self.block_size] = cell
+        row.num_computed = end
+        self._check_windows(row, start)
 
     def _score(self, slot: int, tokens: int) -> PromptScores:
         """Of the prompt tokens behind each row of this step."""
@@ -326,10 +363,13 @@ class Harness:
         max_passed_over: int = 64,
         policy: Policy = "priority",
         windows: Sequence[tuple[int, int]] = (),
+        refresh_interval: int | None = None,
     ) -> None:
         """`windows`: (tokens, pages) of each windowed KV group."""
         pages = [WindowPages.plan(*window, block_size, max_num_batched_tokens) for window in windows]
-        limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len, max_passed_over, policy)
+        limits = SchedulerLimits(
+            max_num_seqs, max_num_batched_tokens, max_model_len, max_passed_over, policy, refresh_interval
+        )
         self.kv = KVManager(num_blocks, block_size, prefix_caching, windows=pages)
         self.executor = HashExecutor(num_blocks, block_size, max_num_seqs, windows=pages)
         self.scheduler = Scheduler(limits, self.kv, {EOS})
@@ -374,11 +414,16 @@ class Harness:
         self.run()
         return result
 
+    def expected(self, request_id: str) -> tuple[list[int], str]:
+        """What the request would have got alone: tokens and finish reason."""
+        request, interval = self.asked[request_id], self.scheduler.limits.kv_refresh_interval
+        window = self.scheduler.window
+        return sequential(request.prompt_token_ids, request.params, request.index, window, interval)
+
     def assert_sequential(self, request_id: str) -> None:
         """A finished request got exactly what it would have got alone."""
         request, result = self.asked[request_id], self.results[request_id]
-        expected = sequential(request.prompt_token_ids, request.params, request.index, self.scheduler.window)
-        assert (result.token_ids, result.finish_reason) == expected, request_id
+        assert (result.token_ids, result.finish_reason) == self.expected(request_id), request_id
         if request.params.prompt_logprobs is not None:
             found = [at.logprob for at in result.prompt_logprobs]
             assert found == sequential_scores(request.prompt_token_ids), request_id

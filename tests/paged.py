@@ -1,4 +1,4 @@
-"""Sequences in a poisoned KV pool, and attention over them computed the plain way."""
+"""Sequences in a poisoned KV pool, what its bytes mean, and attention over them computed the plain way."""
 
 import math
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from kernels.cpu import attention as native
 from kernels.cpu import library
 from kernels.cpu.offers import KINDS
 from kernels.ops import LayerPages
+from kernels.reference import kv_formats
 
 FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16, torch.float16: KVFormat.FP16}
 
@@ -26,6 +27,16 @@ def native_kernels():
         for dtype, isas in native.ISAS.items()
         for isa in isas
         if found.refusal(f"attention_{KINDS[dtype]}", isa) is None
+    ]
+
+
+def kernels_for(formats):
+    """Those of `all_kernels` that read pages in `formats` (K's, V's)."""
+    refuses = native.CANDIDATES[0].refuses
+    return [
+        param
+        for param in all_kernels()
+        if param.values[0] is None or goes_row_by_row(param.values[1]) or refuses(param.values[0], formats) is None
     ]
 
 
@@ -53,13 +64,19 @@ class Paged:
     """[length, heads, head_dim] for each sequence"""
     k: list[torch.Tensor]
     v: list[torch.Tensor]
+    channels: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     @property
     def scale(self):
         return self.spec.layers[0].head_dim ** -0.5
 
     def pages(self, layer=1):
-        return LayerPages(self.pool, self.spec, layer)
+        return LayerPages(self.pool, self.spec, layer, *self.channels)
+
+    def read(self, b, layer=1):
+        """K and V of sequence b as its bytes mean them, fp64 [length, kv_heads, head_dim]."""
+        blocks = self.tables[b, : self.spec.blocks_for_tokens(self.lengths[b])].long()
+        return [meaning(self.pages(layer), half, blocks)[: self.lengths[b]] for half in (0, 1)]
 
     def attend(self, kernel, parts, layer=1, window=None, softcap=None, sinks=None):
         """Rows [first, last) of sequence b for each (b, first, last), in one call -> list of [rows, heads * dim]"""
@@ -84,11 +101,67 @@ class Paged:
         reference.store_kv(k, v, self.pages(layer), slots)
 
 
-def make_paged(lengths, *, group=3, kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16, seed=0):
+def meaning(pages, which, blocks):
+    """K (0) or V (1) of the tokens of `blocks` as layout and formats are defined, fp64 [tokens, kv_heads, dim]."""
+    kind, half, size = pages.kind, pages.halves[which], pages.spec.block_size
+
+    def numbers(part):
+        raw = pages.pool[blocks, part.offset : part.offset + part.nbytes].contiguous()
+        return raw.view(getattr(torch, part.dtype)).view(len(blocks), *part.shape)
+
+    codes = numbers(half.codes)
+    if half.format is KVFormat.INT4:
+        x = codes.new_empty(len(blocks), size, kind.kv_heads, kind.head_dim)
+        for dim in range(kind.head_dim):
+            byte = dim // 2 if which == 0 else dim // 32 * 16 + dim % 16
+            high = dim % 2 if which == 0 else dim % 32 // 16
+            at = codes[:, :, byte].transpose(1, 2) if which == 0 else codes[:, :, :, byte].transpose(1, 2)
+            x[..., dim] = at >> 4 if high else at & 15
+    elif which == 0:
+        x = codes.permute(0, 3, 1, 2, 4).flatten(3)
+    else:
+        x = codes.permute(0, 2, 4, 1, 3).flatten(1, 2)
+    x = x.double().reshape(len(blocks) * size, kind.kv_heads, kind.head_dim)
+    if half.scales is not None:
+        scales = numbers(half.scales).double().permute(0, 3, 1, 2).flatten(0, 1)
+        groups = x.view(*scales.shape, -1) * scales[..., None]
+        if half.zeros is not None:
+            groups += numbers(half.zeros).double().permute(0, 3, 1, 2).flatten(0, 1)[..., None]
+        x = groups.flatten(2)
+    if kind.is_rotated(half.format):
+        x = x @ rotation(kind.head_dim)
+    return x if pages.channels[which] is None else x * pages.channels[which].double()
+
+
+def rotation(dims):
+    """fp64 [dims, dims]: what is stored is `rotation(dims) @ x`, and this is orthogonal."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    while dims % (2 * len(one)) == 0:
+        one = torch.cat([torch.cat([one, one], 1), torch.cat([one, -one], 1)])
+    blocks = torch.block_diag(*[one] * (dims // len(one))) / math.sqrt(len(one))
+    return blocks * kv_formats.signs(dims, torch.device("cpu")).double()
+
+
+def make_paged(
+    lengths,
+    *,
+    group=3,
+    kv_heads=2,
+    head_dim=64,
+    block_size=16,
+    dtype=torch.bfloat16,
+    seed=0,
+    formats=None,
+    static=False,
+    poison=0xFF,
+):
+    """formats: (of K, of V), the dtype's own unless given; poison: what all bytes are that hold nothing."""
     generator = torch.Generator().manual_seed(seed)
-    spec = KVSpec((LayerKV(kv_heads, head_dim, FORMATS[dtype]),) * 2, block_size)
+    k_format, v_format = formats or (FORMATS[dtype],) * 2
+    kind = LayerKV(kv_heads, head_dim, k_format, value_format=v_format, static=static)
+    spec = KVSpec((kind,) * 2, block_size)
     counts = [spec.blocks_for_tokens(length) for length in lengths]
-    pool = torch.full((sum(counts) + 3, spec.block_bytes), 0xFF, dtype=torch.uint8)  # NaN in every format
+    pool = torch.full((sum(counts) + 3, spec.block_bytes), poison, dtype=torch.uint8)
     tables = torch.full((len(lengths), max(counts) + 1), 2**31 - 1, dtype=torch.int32)
     ids = torch.randperm(pool.shape[0], generator=generator).to(torch.int32)
     for b, count in enumerate(counts):
@@ -99,7 +172,13 @@ def make_paged(lengths, *, group=3, kv_heads=2, head_dim=64, block_size=16, dtyp
 
     q = [random(length, kv_heads * group) for length in lengths]
     k, v = ([random(length, kv_heads) for length in lengths] for _ in range(2))
-    paged = Paged(spec, pool, list(lengths), tables, q, k, v)
+    channels = [
+        (torch.rand(kv_heads, head_dim, generator=generator) + 0.5) / (20 if form is KVFormat.INT8 else 1)
+        if static and form.may_be_static
+        else None
+        for form in (k_format, v_format)
+    ]
+    paged = Paged(spec, pool, list(lengths), tables, q, k, v, (channels[0], channels[1]))
     for b in range(len(lengths)):
         paged.store(b)
     return paged

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
@@ -198,6 +199,17 @@ def build(folder: Path, tiny: TinyModel = VARIANTS["gqa"]) -> Path:
         _draw_weights(model, tiny)
         model.to(getattr(torch, tiny.dtype)).save_pretrained(folder, max_shard_size=tiny.max_shard_size)
     write_tokenizer(folder, tiny.vocab_size)
+    return folder
+
+
+def build_outlier(folder: Path, size: float) -> Path:
+    """A Llama whose keys have one channel that is `size` at every token (others: about 1), as real models have some."""
+    tiny = TinyModel(head_dim=64, num_heads=2, num_kv_heads=1, extra={"attention_bias": True})
+    weights = load_file(build(folder, tiny) / "model.safetensors")
+    for name, bias in weights.items():
+        if name.endswith("k_proj.bias"):
+            bias[-1] = size  # of the dims that turn, the slowest
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

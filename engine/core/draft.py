@@ -9,7 +9,7 @@ class Draft:
 
     __slots__ = (
         "capped", "chunk_requests", "chunk_samples", "chunk_slots", "chunk_tokens", "decode_slots", "decodes",
-        "new_blocks", "new_rows", "preempted", "reentered_slots", "scored_slots", "step",
+        "new_blocks", "new_rows", "preempted", "reentered_slots", "refreshed_slots", "scored_slots", "step",
     )  # fmt: skip
 
     def __init__(self, step: int) -> None:
@@ -24,6 +24,7 @@ class Draft:
         self.new_blocks: list[tuple[int, list[list[int]]]] = []
         self.reentered_slots: list[int] = []
         self.scored_slots: list[int] = []
+        self.refreshed_slots: list[int] = []
         self.preempted = False
         """Somebody was preempted for this step."""
         self.capped: Request | None = None
@@ -76,4 +77,5 @@ class Draft:
             transfers=[],
             freed_slots=freed_slots + self.reentered_slots,
             scored_slots=self.scored_slots,
+            refreshed_slots=self.refreshed_slots,
         )

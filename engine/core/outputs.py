@@ -48,8 +48,8 @@ def _take_tokens(request: Request, row: RowResult, output: TokenOutput) -> Finis
             if token in request.params.stop_token_ids:
                 request.stop_reason = token
             break
-        if len(token_ids) >= request.max_total:
-            reason = "length"
+        if len(token_ids) >= request.halts_at:  # what the row may have beyond a refresh was drawn from the old pages
+            reason = "length" if len(token_ids) >= request.max_total else None
             break
     output.token_ids, output.logprobs = new[:taken], row.logprobs and row.logprobs[:taken]
     return reason

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import pairwise
 from operator import attrgetter
 
 from configs.limits import Policy
@@ -54,6 +55,10 @@ class OrderedQueue:
     def victim(self) -> Request:
         """Who is preempted when pages run out: the last in order, so that nobody yields to a later one."""
         return self.items[-1]
+
+    def check(self) -> None:
+        """Asserts the order."""
+        assert all(one.order < two.order for one, two in pairwise(self.items))
 
 
 class ChoiceGroups:

@@ -1,19 +1,19 @@
 """Decides who computes how many tokens, and takes what came of it.
 
 There is no prefill and no decode phase: each step every running request's `num_computed` chases its number of tokens,
-within a token budget. Prefix hits, chunked prefill and recomputation after a preemption are all this one rule.
+within a token budget. Prefix hits, chunked prefill, recomputation and refreshes are all this one rule.
 
     schedule(now) ─> StepPlan ─> executor ─> StepResult ─> update(plan, result, now) ─> TokenOutputs
 
 schedule(N+1) may be called before update(N): a request whose token is still in flight can have its next row already.
 Requests are visited in order of their keys and victims are taken from the end, so nothing planned is ever unplanned.
 
-Not here: what is in a page (`kv/`), who goes first (`policy.py`), tokens' text, sampling.
+Not here: what is in a page (`kv/`), who goes first (`policy.py`), who is refreshed (`refresh.py`), text, sampling.
 """
 
 from collections import deque
 from collections.abc import Collection
-from itertools import islice, pairwise
+from itertools import islice
 
 from configs.limits import SchedulerLimits
 from engine.core.draft import Draft
@@ -21,6 +21,7 @@ from engine.core.kv.manager import KVManager
 from engine.core.kv.match import Match
 from engine.core.outputs import failure, take_row
 from engine.core.policy import MAX_EXAMINED, OrderedQueue, order_key
+from engine.core.refresh import Refreshes
 from engine.core.slots import SlotPool
 from engine.core.stats import Counters, snapshot
 from engine.core.waiting import WaitingRoom
@@ -42,6 +43,7 @@ class Scheduler:
         self.counters = Counters()
         self.running = OrderedQueue()
         self.waiting = WaitingRoom(shares_prompts=kv.enable_prefix_caching)
+        self.refreshes = Refreshes(limits.kv_refresh_interval)
         self.requests: dict[str, Request] = {}
         """All that have not finished."""
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -64,8 +66,8 @@ class Scheduler:
             raise InvalidRequest(f"A request with id {add.request_id!r} is already open.", "request_id")
         wanted = self.window if add.params.max_tokens is None else length + add.params.max_tokens
         self._sequence += 1
-        order = order_key(self.limits.policy, add, self._sequence)
-        request = Request(add, order, min(wanted, self.window), self._eos_token_ids)
+        order, interval = order_key(self.limits.policy, add, self._sequence), self.limits.kv_refresh_interval
+        request = Request(add, order, min(wanted, self.window), self._eos_token_ids, interval)
         self.requests[request.request_id] = request
         if not self.waiting.arrive(request):
             self._note_wait(request, "first_choice")
@@ -123,8 +125,8 @@ class Scheduler:
                 continue
             decodes_ahead -= 1
             computed = request.num_computed
-            if budget <= 0 or len(request.token_ids) + request.num_in_flight >= request.max_total:
-                continue  # with its token in flight it will be complete
+            if budget <= 0 or len(request.token_ids) + request.num_in_flight >= request.halts_at:
+                continue  # with its token in flight it will be complete, or due for a refresh
             if computed == len(request.block_ids) * size:
                 ids = self._make_room(draft, request, computed + 1)
                 if ids is None:
@@ -143,10 +145,9 @@ class Scheduler:
         if budget <= 0:
             return 0
         self._catch_up(request)
-        remaining = len(request.token_ids) - request.num_computed
-        tokens = min(remaining, budget)
-        if remaining > budget // 2 > 0:
-            tokens = min(remaining, budget - self._riders(request, budget // 2))
+        remaining = request.chunk_end - request.num_computed
+        riders = self._riders(request, budget // 2) if remaining > budget // 2 > 0 else 0
+        tokens = min(remaining, budget - riders)
         ids = self._make_room(draft, request, request.num_computed + tokens)
         if ids is None:
             return 0
@@ -178,12 +179,12 @@ class Scheduler:
         """
         wanted = 0
         for other in islice(self.waiting.queue, MAX_EXAMINED if self._slots.num_free else 0):
-            match = self.kv.fitting_match(other)
+            match = self._fitting_match(other)
             if match is None:
                 if self._may_not_be_overtaken(other):
                     break
                 continue
-            remaining = len(other.token_ids) - match.num_tokens
+            remaining = other.chunk_end - match.num_tokens
             if other.order < request.order:
                 wanted = min(wanted + remaining, limit)
             elif wanted + remaining <= limit:
@@ -191,29 +192,36 @@ class Scheduler:
         return wanted
 
     def _may_not_be_overtaken(self, request: Request) -> bool:
-        """A preempted request is a sign of too many newcomers already; any other has let its number pass."""
-        return request.num_preemptions > 0 or request.passed_over >= self.limits.max_passed_over
+        """Preempted: there are too many newcomers already; to be refreshed: amid its answer; or passed over enough."""
+        return request.num_preemptions + request.num_refreshed > 0 or request.passed_over >= self.limits.max_passed_over
+
+    def _fitting_match(self, request: Request) -> Match | None:
+        """None: it has to wait, for pages or for its turn to be refreshed, which is noted."""
+        if self.refreshes.must_wait(request):
+            self._note_wait(request, "refresh")
+            return None
+        if (match := self.kv.fitting_match(request)) is None:
+            self._note_wait(request, "reserved" if self._may_not_be_overtaken(request) else "no_pages")
+        return match
 
     def _plan_waiting(self, draft: Draft, budget: int, now: float) -> None:
         """Admits who fits, in order. Who does not may be overtaken: not for ever, and not after a preemption."""
-        items, kv = self.waiting.queue.items, self.kv
+        items = self.waiting.queue.items
         passed: list[Request] = []
         num_overtaken = place = 0
         while budget > 0 and self._slots.num_free and place < min(len(items), MAX_EXAMINED):
             request = items[place]
-            if request.last_step > kv.finished_step:  # preempted just now: its last token is still to come
+            if request.last_step > self.kv.finished_step:  # preempted just now: its last token is still to come
                 self._note_wait(request, "unfinished_step")
                 break
-            match = kv.fitting_match(request)
+            match = self._fitting_match(request)
             if match is None:
                 if self._may_not_be_overtaken(request):
-                    self._note_wait(request, "reserved")
                     break
-                self._note_wait(request, "no_pages")
                 passed.append(request)
                 place += 1
                 continue
-            remaining = len(request.token_ids) - match.num_tokens
+            remaining = request.chunk_end - match.num_tokens
             if draft.capped is not None and remaining > budget and request.order > draft.capped.order:
                 self._note_wait(request, "budget")
                 place += 1
@@ -253,11 +261,12 @@ class Scheduler:
             draft.scored_slots.append(request.slot)
         request.num_computed, request.last_step = end, draft.step
         self.kv.publish(request, end, draft.step)
-        again = max(0, min(end, request.num_reached) - start)
-        self.counters.recomputed_tokens_total += again
-        self.counters.prefill_tokens_total += max(0, min(end, request.num_prompt) - start - again)
+        self.counters.count_chunk(request, start, end)
         request.num_in_flight += samples
-        if is_last:
+        if start < request.num_refreshed:
+            draft.refreshed_slots.append(request.slot)
+            self.refreshes.plan(request, end)
+        if is_last or end == request.num_refreshed == len(request.token_ids) - 1:  # not more than a token behind
             self._end_prefill(request)
         else:
             self.kv.reserve(request)
@@ -282,9 +291,12 @@ class Scheduler:
         self.counters.preemptions_total[reason] += 1
         victim.num_reached = max(victim.num_reached, victim.num_computed)
         victim.num_preemptions += 1
-        self._leave(victim)
-        victim.status = _WAITING
-        self.waiting.put_back(victim)
+        self._put_back(victim)
+
+    def _put_back(self, request: Request) -> None:
+        self._leave(request)
+        request.status = _WAITING
+        self.waiting.put_back(request)
 
     # ---------------------------------------------------------------- results
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenOutput]:
@@ -302,8 +314,7 @@ class Scheduler:
                 continue  # aborted, or finished by the step before: this token is one too many
             scores = result.scores.get(slot) if result.scores else None
             request.num_in_flight -= samples
-            error = (row and row.error) or (scores and scores.error)
-            if error:
+            if error := (row and row.error) or (scores and scores.error):
                 outputs.append(failure(request, error, now))
                 self._finish(request, "error", keep=False)
                 continue
@@ -326,7 +337,18 @@ class Scheduler:
                     self.waiting.num_tokens += len(output.token_ids)
                 if output.finish_reason is not None:
                     self._finish(request, output.finish_reason)
+        for request in self.refreshes.due(requests):
+            self._refresh(request)
         return outputs
+
+    def _refresh(self, request: Request) -> None:
+        """Back to the queue with its key: all but its last token is to be computed anew."""
+        pages, tokens = len(request.block_ids), request.num_tokens - 1
+        self.kv.events.record("refresh", "interval", request, pages=pages, tokens=tokens)
+        self.counters.refreshes_total += 1
+        if request.status is _RUNNING:  # not preempted meanwhile
+            self._put_back(request)
+        self.refreshes.begin(request)
 
     # ---------------------------------------------------------------- ends
     def _finish(self, request: Request, reason: FinishReason, keep: bool = True) -> None:
@@ -342,6 +364,7 @@ class Scheduler:
     def _leave(self, request: Request, keep: bool = True) -> None:
         """Out of the running set; its blocks and its slot when no unfinished step has a row of it."""
         self.running.remove(request)
+        self.refreshes.leave(request)
         if request.prefilling:
             self._end_prefill(request)
         self.kv.free(request, keep)
@@ -366,16 +389,12 @@ class Scheduler:
     def check(self) -> None:
         """Asserts every invariant, the KV manager's included. Not while a step is being planned."""
         self.kv.check()
-        running, waiting = self.running.items, self.waiting.queue.items
-        for queue in (running, waiting):
-            assert all(one.order < two.order for one, two in pairwise(queue))
-        self._slots.check([request.slot for request in running])
-        assert self._num_prefilling == sum(request.prefilling for request in running)
-        queued = [request for request in self.requests.values() if request.status is _WAITING]
-        assert self.waiting.num_tokens == sum(len(request.token_ids) for request in queued)
-        for request in running:
+        self.running.check()
+        self.waiting.check([request for request in self.requests.values() if request.status is _WAITING])
+        self._slots.check([request.slot for request in self.running])
+        self.refreshes.check(self.running)
+        assert self._num_prefilling == sum(request.prefilling for request in self.running)
+        for request in self.running:
             assert request.status is _RUNNING and bool(request.num_reserved) == request.prefilling
             assert request.num_confirmed <= request.num_computed <= self.kv.most_tokens(request)
-            assert request.num_computed <= request.num_tokens <= request.max_total
-        for request in waiting:
-            assert request.status is _WAITING and not request.block_ids and request.slot < 0
+            assert request.num_computed <= request.num_tokens <= request.halts_at <= request.max_total

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from engine.core.kv.manager import KVManager
 from engine.messages import CacheInfo, Stats
+from engine.request import Request
 
 
 @dataclass(slots=True)
@@ -18,10 +19,21 @@ class Counters:
     prefill_tokens_total: int = 0
     recomputed_tokens_total: int = 0
     generated_tokens_total: int = 0
+    refreshes_total: int = 0
+    refreshed_tokens_total: int = 0
     preemptions_total: Counter[str] = field(default_factory=Counter)
     schedule_seconds_total: float = 0.0
     execute_seconds_total: float = 0.0
     update_seconds_total: float = 0.0
+
+    def count_chunk(self, request: Request, start: int, end: int) -> None:
+        """The request's tokens [start, end), which are not what it generated last, by why they are computed."""
+        again = max(0, min(end, request.num_reached) - start)
+        self.recomputed_tokens_total += again
+        if start < request.num_refreshed:
+            self.refreshed_tokens_total += end - start - again
+        else:
+            self.prefill_tokens_total += max(0, min(end, request.num_prompt) - start - again)
 
 
 def snapshot(counters: Counters, kv: KVManager, running: int, waiting: int, waiting_tokens: int) -> Stats:
@@ -44,6 +56,8 @@ def snapshot(counters: Counters, kv: KVManager, running: int, waiting: int, wait
         prefill_tokens_total=counters.prefill_tokens_total,
         recomputed_tokens_total=counters.recomputed_tokens_total,
         generated_tokens_total=counters.generated_tokens_total,
+        refreshes_total=counters.refreshes_total,
+        refreshed_tokens_total=counters.refreshed_tokens_total,
         preemptions_total=dict(counters.preemptions_total),
         evictions_total=dict(kv.evictions_total),
         copies_total=kv.copies_total,

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from weakref import WeakValueDictionary
 
 from engine.core.policy import ChoiceGroups, OrderedQueue
-from engine.request import Batch, Request
+from engine.request import Batch, Request, Status
 
 
 class WaitingRoom:
@@ -80,3 +80,10 @@ class WaitingRoom:
                 continue
             if not self._groups.holds(request):
                 yield request
+
+    def check(self, requests: list[Request]) -> None:
+        """`requests`: all that wait. Asserts that they are counted, and that those that are queued hold nothing."""
+        self.queue.check()
+        assert self.num_tokens == sum(len(request.token_ids) for request in requests)
+        for request in self.queue:
+            assert request.status is Status.WAITING and not request.block_ids and request.slot < 0, request.request_id

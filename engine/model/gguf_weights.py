@@ -1,6 +1,5 @@
 """Weights of a GGUF file under Hugging Face's names, dequantised tensor by tensor."""
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,13 +10,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from configs.decoder import DecoderConfig
-from configs.gguf_file import GGUFFile, GGUFTensor
-from engine.errors import StartupError
+from configs.gguf_file import GGUFFile
 
-READABLE = (
-    Kind.F32, Kind.F16, Kind.BF16,
-    Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
-)  # fmt: skip
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -62,25 +56,24 @@ class GGUFSource:
 
     where: str
     shapes: Mapping[str, tuple[int, ...]]
+    unreadable: Mapping[str, str]
 
     def __init__(self, path: Path, config: DecoderConfig) -> None:
         self.where = str(path)
         self._config = config
-        file = GGUFFile.read(path)
+        self._file = GGUFFile.read(path)
+        self._file.check_tensors()
         names = NAMES | OWN_NAMES.get(config.architecture, {})
-        self._tensors = {_name(name, names): tensor for name, tensor in file.tensors.items() if name not in FREQUENCIES}
-        for tensor in self._tensors.values():
-            if tensor.offset + _bytes(tensor, self.where) > file.size:
-                raise StartupError(
-                    f"--model: {path} is incomplete: it ends before {tensor.name} does; download it again."
-                )
+        tensors = self._file.tensors.items()
+        self._tensors = {_name(name, names): tensor for name, tensor in tensors if name not in FREQUENCIES}
         self._data = np.memmap(path, mode="r").view(np.ndarray)  # slices of a memmap object itself are slow
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.unreadable = {}
 
     def read(self, name: str) -> torch.Tensor:
         """fp32, a fresh tensor."""
         tensor = self._tensors[name]
-        data = self._data[tensor.offset : tensor.offset + _bytes(tensor, self.where)]
+        data = self._data[tensor.offset : tensor.offset + self._file.bytes_of(tensor)]
         values = gguf.quants.dequantize(data.reshape(*tensor.shape[:-1], -1), Kind(tensor.type))
         if self._config.architecture in INTERLEAVED and ".attn_q." in tensor.name:
             values = _half_split(values, self._config.num_heads)
@@ -99,20 +92,6 @@ def _name(name: str, names: Mapping[str, str]) -> str:
     if pattern not in names:
         return name
     return f"{names[pattern]}.{part}".replace("*", layer.group() if layer else "*")
-
-
-def _bytes(tensor: GGUFTensor, where: str) -> int:
-    """Bytes of a tensor in the file."""
-    if tensor.type not in READABLE:
-        known = {kind.value: kind.name for kind in Kind}
-        raise StartupError(
-            f"--model: {where}: {tensor.name} is stored as {known.get(tensor.type, f'type {tensor.type}')}; read are "
-            f"{', '.join(kind.name for kind in READABLE)}."
-        )
-    block, size = gguf.GGML_QUANT_SIZES[Kind(tensor.type)]
-    if not tensor.shape or tensor.shape[-1] % block:
-        raise StartupError(f"--model: {where} is damaged: {tensor.name} has shape {list(tensor.shape)}.")
-    return math.prod(tensor.shape) // block * size
 
 
 def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -3,20 +3,22 @@
 Memory: the model, one tensor and one fused weight. Safetensors files are mapped, not read; GGUF is in `gguf_weights`.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from configs.model_fields import read_weight_map
 from engine.errors import StartupError
 from engine.model.base import Architecture, Destination
 
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.gguf")
+FLOATS = {"BF16", "F16", "F32"}
+"""Kinds of numbers that are read, as safetensors calls them."""
 MAX_NAMED = 3
 """Weights named in a message before it says how many more there are."""
 
@@ -26,6 +28,8 @@ class WeightSource(Protocol):
 
     where: str
     shapes: Mapping[str, tuple[int, ...]]
+    unreadable: Mapping[str, str]
+    """Weight name -> kind of its numbers, of those whose kind is not read."""
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, in any float dtype; may be a view of the mapped file. Raises `StartupError` if it is damaged."""
@@ -65,6 +69,15 @@ def _check(destinations: Mapping[str, Destination], source: WeightSource) -> Non
                 f"--model: {source.where}: {name} has shape {list(source.shapes[name])}, the configuration asks for "
                 f"{list(destination.shape)}."
             )
+    check_kinds(source, destinations)
+
+
+def check_kinds(source: WeightSource, names: Iterable[str]) -> None:
+    """Raises `StartupError` for a weight among `names` that is stored as numbers of a kind that is not read."""
+    for name in names:
+        if name in source.unreadable:
+            kind = source.unreadable[name]
+            raise StartupError(f"--model: {source.where}: {name} is stored as {kind}; bf16, fp16 and fp32 are read.")
 
 
 def ignorable(name: str) -> bool:
@@ -90,13 +103,13 @@ class SafetensorsSource:
 
     where: str
     shapes: Mapping[str, tuple[int, ...]]
+    unreadable: Mapping[str, str]
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
-        index = _index(folder)
+        index = read_weight_map(folder / INDEX) if (folder / INDEX).exists() else None
         shapes: dict[str, tuple[int, ...]] = {}
-        self.kinds: dict[str, str] = {}
-        """Weight name -> kind of its numbers, as safetensors calls it: BF16, ..."""
+        kinds: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         """Weight name -> open file that holds it"""
         for path in _files(folder, index):
@@ -108,34 +121,19 @@ class SafetensorsSource:
                     raise StartupError(f"--model: {folder}: {name} is in more than one file, and there is no {INDEX}.")
                 self._files[name] = file
                 part = file.get_slice(name)
-                shapes[name], self.kinds[name] = tuple(part.get_shape()), part.get_dtype()
+                shapes[name], kinds[name] = tuple(part.get_shape()), part.get_dtype()
         for name, file_name in (index or {}).items():
             if name not in shapes:
                 raise StartupError(f"--model: {folder}: {INDEX} says that {name} is in {file_name}, but it is not.")
         self.shapes = shapes
+        self.unreadable = {name: kind for name, kind in kinds.items() if kind not in FLOATS}
 
     def read(self, name: str) -> torch.Tensor:
         try:
             tensor: torch.Tensor = self._files[name].get_tensor(name)
         except (SafetensorError, RuntimeError, OSError) as error:
             raise StartupError(f"--model: {self.where}: {name} cannot be read: {error}.") from None
-        if not tensor.is_floating_point():
-            raise StartupError(
-                f"--model: {self.where}: {name} is stored as {tensor.dtype}; bf16, fp16 and fp32 are read."
-            )
         return tensor
-
-
-def _index(folder: Path) -> dict[str, str] | None:
-    """Weight name -> file name, None without an index file."""
-    path = folder / INDEX
-    if not path.exists():
-        return None
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in index.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartupError(f"--model: {path} is damaged: {error!r}.") from None
 
 
 def _files(folder: Path, index: dict[str, str] | None) -> list[Path]:

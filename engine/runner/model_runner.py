@@ -1,21 +1,24 @@
 """Owns the KV pools, the request rows and the model: applies a plan's differences, then runs its tokens.
 
 What does not belong here: choosing tokens (`sampling/`), what to run (`engine/core`), how K and V are stored
-(`kv_store/`) and how attention reads them (`attention/`).
+(`kv_store.py`) and how attention reads them (`attention/`, `refresh.py`).
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from configs.kv import KVLayout
+from configs.kv import KVFormat, KVLayout
 from configs.limits import SchedulerLimits
 from configs.model import ModelConfig
 from engine.messages import StepPlan
 from engine.model.base import CausalLM
+from engine.model.interface import AttentionBackend
 from engine.runner.attention.paged import PagedAttention
-from engine.runner.kv_store.plain import PlainStore, allocate_pool
+from engine.runner.kv_scales import Channels
+from engine.runner.kv_store import PagedStore, allocate_pool
 from engine.runner.prepare import BatchBuilder, link_to
+from engine.runner.refresh import RefreshAttention
 from engine.runner.request_rows import RequestRows
 from kernels import ops
 
@@ -33,9 +36,12 @@ class ModelRunner:
         num_pages: Sequence[int],
         limits: SchedulerLimits,
         device: torch.device = CPU,
+        plain: KVFormat | None = None,
+        channels: Sequence[Channels] | None = None,
     ) -> None:
         """model: an `engine.model.base.CausalLM`, or what has its `hidden` and `logits`; num_pages: of each group;
-        device: where the model's weights are.
+        device: where the model's weights are; plain: the format of the model's own numbers, in which sequences are
+        refreshed, None: none ever is; channels: of `PagedStore`.
 
         `StartupError` if the pools do not fit.
         """
@@ -46,7 +52,11 @@ class ModelRunner:
         )
         """uint8 [pages, block_bytes] of each KV group"""
         self.rows = RequestRows(limits.max_num_seqs, limits.max_model_len, layout.block_size, len(self.pools))
-        self.attention = PagedAttention(PlainStore(self.pools, layout), layout)
+        self.attention = PagedAttention(PagedStore(self.pools, layout, channels), layout)
+        self.refresh: RefreshAttention | None = None
+        """For the rows of `plan.refreshed_slots`."""
+        if plain is not None:
+            self.refresh = RefreshAttention(self.attention, layout, plain, limits.max_model_len, device)
         self._builder = BatchBuilder(self.rows, limits.max_num_batched_tokens, device, link_to(device))
 
     def apply(self, plan: StepPlan) -> None:
@@ -66,13 +76,19 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
         """What the head reads, [S, hidden]: of the sampling rows in plan order, then of the rows of `plan.scored_slots`
-        that a prompt token follows, slot by slot. None where the plan computes nothing.
+        that a prompt token follows, slot by slot. None where no row brings anything.
 
         The rows' `num_computed` moves only when the model has succeeded.
         """
-        if not plan.slots:
-            return None
-        hidden: torch.Tensor = self.model.hidden(self._builder.build(plan), self.attention)
+        for slot in plan.refreshed_slots:
+            assert self.refresh is not None, "no scratch"
+            self._compute(plan.rows_of([slot]), self.refresh)
+        if plan.refreshed_slots:
+            plan = plan.rows_of(set(plan.slots) - set(plan.refreshed_slots))
+        return self._compute(plan, self.attention) if plan.slots else None
+
+    def _compute(self, plan: StepPlan, attention: AttentionBackend) -> torch.Tensor:
+        hidden: torch.Tensor = self.model.hidden(self._builder.build(plan), attention)
         self.rows.num_computed[plan.slots] += plan.num_tokens
         return hidden
 

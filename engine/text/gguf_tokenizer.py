@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from configs.gguf_file import GGUFFile
+from configs.model_fields import MAX_SIZE, Fields
 from engine.errors import StartupError, reason_of
 from engine.text.tokenizer_files import TokenizerParts
 
@@ -95,7 +96,7 @@ class TokenType(IntEnum):
 
 def read_gguf(path: Path) -> TokenizerParts:
     """Raises `StartupError` for a kind or a pre-tokenizer that is not known, or metadata that makes no sense."""
-    metadata = GGUFFile.read(path).metadata
+    metadata = _metadata(path)
     kind, pre = metadata.get("tokenizer.ggml.model"), str(metadata.get("tokenizer.ggml.pre", "default"))
     try:
         if kind == "gpt2":
@@ -117,7 +118,19 @@ def read_gguf(path: Path) -> TokenizerParts:
 
 def gguf_end_ids(path: Path) -> tuple[int, ...]:
     """Ids that end a sequence, whatever else there is to say of the tokenizer."""
-    return _end_ids(GGUFFile.read(path).metadata)
+    return _end_ids(_metadata(path))
+
+
+def _metadata(path: Path) -> Mapping[str, Any]:
+    """Raises `StartupError` for the id of a token that the file does not have."""
+    metadata = GGUFFile.read(path).metadata
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    last = len(tokens) - 1 if isinstance(tokens, list) else MAX_SIZE
+    fields = Fields(str(path), metadata)
+    for key in metadata:
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
+            fields.integer(key, low=0, high=last)
+    return metadata
 
 
 def _end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from engine.source import ModelSource
 from engine.text.detokenizer import ByteDetokenizer, Detokenizer, LibraryDetokenizer
 from engine.text.gguf_tokenizer import SPACE, gguf_end_ids, read_gguf
 from engine.text.token_bytes import TokenBytes, byte_level_alphabet
-from engine.text.tokenizer_files import TokenizerParts, generation_end_ids, read_folder
+from engine.text.tokenizer_files import TokenizerParts, generation_end_ids, read_folder, vocabulary_size
 
 LONG_TEXT = 1024
 """Characters from which a text is encoded without the interpreter's lock, so that other threads go on."""
@@ -46,7 +46,7 @@ class Tokenizer:
         bos = parts.named_tokens.get("bos_token")
         self.bos_token_id = None if bos is None else self.backend.token_to_id(bos)
         self.adds_bos = parts.add_bos and self.bos_token_id is not None
-        self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = vocabulary_size(self.backend)
 
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -183,7 +183,9 @@ def _replaced(source: ModelSource) -> TokenizerParts:
         parts = read_folder(source.tokenizer)
     except StartupError as error:
         raise StartupError(str(error).replace("--model", "--tokenizer", 1)) from None
-    own = gguf_end_ids(source.path) if source.is_gguf else generation_end_ids(source.path)
+    own = (
+        gguf_end_ids(source.path) if source.is_gguf else generation_end_ids(source.path, vocabulary_size(parts.backend))
+    )
     return replace(parts, eos_token_ids=tuple(dict.fromkeys([*own, *parts.eos_token_ids])))
 
 

@@ -1,20 +1,16 @@
-"""The KV pool and paged attention on the CPU in C++. Contracts: `kernels.ops`.
-
-Sources: `csrc/store.cpp`; `csrc/attention.h` says how a row's result is defined.
-"""
+"""Paged attention on the CPU in C++; `csrc/attention.h` says how a row's result is defined. Contract: `kernels.ops`."""
 
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from kernels.cpu import library
+from configs.kv import KVFormat
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
 from kernels.ops import LayerPages
-from kernels.registry import Accepted, Candidate, Refused
+from kernels.registry import KVFormats
 
 ISAS = {
     torch.float32: ("baseline", "avx2", "avx512"),
@@ -52,26 +48,6 @@ class AttentionCall(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("sinks", _PTR),
         ("out", _PTR),
-    )
-
-
-class StoreCall(ctypes.Structure):
-    """Mirror of the struct in `csrc/store.cpp`."""
-
-    _fields_ = (
-        ("k", _PTR),
-        ("v", _PTR),
-        ("k_stride", _I64),
-        ("v_stride", _I64),
-        ("pool", _PTR),
-        ("block_bytes", _I64),
-        ("k_offset", _I64),
-        ("v_offset", _I64),
-        ("block_size", _I64),
-        ("kv_heads", _I64),
-        ("head_dim", _I64),
-        ("slots", _PTR),
-        ("tokens", _I64),
     )
 
 
@@ -123,71 +99,15 @@ class NativeAttention:
         return out
 
 
-@dataclass(frozen=True)
-class NativeStore:
-    """`store_kv` by the library."""
-
-    entry: Callable[..., None]
-
-    def __call__(self, k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: torch.Tensor) -> None:
-        tokens, kv_heads, dims = k.shape
-        k_part, v_part = (half.codes for half in pages.halves)
-        call = StoreCall(
-            k.data_ptr(),
-            v.data_ptr(),
-            k.stride(0),
-            v.stride(0),
-            pages.pool.data_ptr(),
-            pages.spec.block_bytes,
-            k_part.offset,
-            v_part.offset,
-            pages.spec.block_size,
-            kv_heads,
-            dims,
-            slot_mapping.data_ptr(),
-            tokens,
-        )
-        self.entry(call, k.itemsize)
-
-
-@dataclass(frozen=True)
-class NativeCopy:
-    """`copy_blocks` by the library."""
-
-    entry: Callable[..., None]
-
-    def __call__(self, pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-        flat = [block for pair in pairs for block in pair]
-        self.entry(pool.data_ptr(), pool.shape[1], (ctypes.c_int64 * len(flat))(*flat), len(pairs))
-
-
-def native_store(native: NativeLibrary) -> NativeStore:
-    return NativeStore(native.function("store_kv", [ctypes.POINTER(StoreCall), _I64]))
-
-
-def native_copy(native: NativeLibrary) -> NativeCopy:
-    return NativeCopy(native.function("copy_blocks", [_PTR, _I64, ctypes.POINTER(_I64), _I64]))
-
-
 def native_attention(native: NativeLibrary, ending: str) -> NativeAttention:
     """ending: "bf16_avx2"."""
     return NativeAttention(native.function(f"attention_{ending}", [ctypes.POINTER(AttentionCall)], ctypes.c_int32))
 
 
-def _candidate(op: str, make: Callable[[NativeLibrary], Callable[..., Any]]) -> Candidate:
-    """An op that moves bits: one entry serves all instruction sets and dtypes."""
-
-    def offer(device: str, dtype: torch.dtype) -> Accepted | Refused:
-        if device != "cpu":
-            return Refused(f"runs on the CPU, not on {device}")
-        native = library.load()
-        return Refused(library.refusal() or "not loaded") if native is None else Accepted(make(native))
-
-    return Candidate(op, "C++", offer)
+def refuses_pages(dtype: torch.dtype, formats: KVFormats) -> str | None:
+    """Why attention here cannot read pages of these formats, or None."""
+    plain = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16}[dtype]
+    return None if formats == (plain, plain) else f"reads pages in {plain.value} only"
 
 
-CANDIDATES = (
-    *native_candidates("paged_attention", "attention", ISAS, native_attention),
-    _candidate("store_kv", native_store),
-    _candidate("copy_blocks", native_copy),
-)
+CANDIDATES = native_candidates("paged_attention", "attention", ISAS, native_attention, refuses_pages)

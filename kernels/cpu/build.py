@@ -25,7 +25,10 @@ SOURCES = Path(__file__).parent / "csrc"
 
 COMPILERS = ("g++", "c++", "clang++")
 
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti")
+FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-math-errno"),
+    "-fno-trapping-math",  # nobody looks at the exception flags, and choices inside a loop may become vectors
+)
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")

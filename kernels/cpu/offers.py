@@ -7,7 +7,7 @@ import torch
 
 from kernels.cpu import library
 from kernels.cpu.library import ISA_TITLES, ISAS, NativeLibrary
-from kernels.registry import Accepted, Candidate, Refused
+from kernels.registry import Accepted, Candidate, KVFormats, Refused
 
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """Dtypes that the native code computes in, by the name that entries carry."""
@@ -16,15 +16,19 @@ Make = Callable[[NativeLibrary, str], Callable[..., Any]]
 """(library, ending of the entry: "bf16_avx2") -> the function that serves an op."""
 
 
+Refuses = Callable[[torch.dtype, KVFormats], str | None]
+"""`Candidate.refuses`"""
+
+
 def native_candidates(
-    op: str, entry: str, isas: Mapping[torch.dtype, tuple[str, ...]], make: Make
+    op: str, entry: str, isas: Mapping[torch.dtype, tuple[str, ...]], make: Make, refuses: Refuses | None = None
 ) -> tuple[Candidate, ...]:
     """`op` by entries `octavo_{entry}_{kind}_{isa}`, the strongest instruction set first.
 
     isas: those that the sources have, by dtype.
     """
     used = [isa for isa in reversed(ISAS) if any(isa in some for some in isas.values())]
-    return tuple(Candidate(op, f"C++ {ISA_TITLES[isa]}", _offer(entry, isa, isas, make)) for isa in used)
+    return tuple(Candidate(op, f"C++ {ISA_TITLES[isa]}", _offer(entry, isa, isas, make), refuses) for isa in used)
 
 
 def _offer(

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from kernels.reference.attention import copy_blocks, paged_attention, store_kv
+from kernels.reference.attention import paged_attention
 from kernels.reference.elementwise import add_rms_norm, gate_mul, rms_norm, rotary
 from kernels.reference.linear import pack_linear
+from kernels.reference.pages import copy_blocks, store_kv
 from kernels.registry import Accepted, Candidate
 
 NAME = "torch reference"

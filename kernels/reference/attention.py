@@ -1,11 +1,12 @@
-"""The KV pool and paged attention in plain torch. Contracts: `kernels.ops`; layout: `configs.kv`."""
+"""Paged attention in plain torch. Contract: `kernels.ops`."""
 
 import functools
 
 import torch
 
-from configs.kv import KVPart
-from kernels.ops import LayerPages
+from kernels.ops import LayerPages, compute_dtype
+from kernels.reference import kv_formats
+from kernels.reference.pages import Past, gather_kv
 
 SPLIT = 256
 """Tokens whose values one matrix product sums. Over longer ones libraries divide the sum by the number of threads."""
@@ -13,33 +14,6 @@ SPLIT = 256
 SCORES = 2**24
 """Numbers q . k worked on at a time where rows go together: 64 MiB in fp32, and a few times that for what is made of
 them. `configs.pool` reckons with it."""
-
-
-def pool_view(pool: torch.Tensor, part: KVPart) -> torch.Tensor:
-    """The numbers of one part in all blocks, [blocks, *part.shape], sharing memory with `pool`."""
-    return pool[:, part.offset : part.offset + part.nbytes].view(getattr(torch, part.dtype)).view(-1, *part.shape)
-
-
-def store_kv(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: torch.Tensor) -> None:
-    k_part, v_part = (half.codes for half in pages.halves)
-    pair, block_size = pages.kind.format.pair, pages.spec.block_size
-    keep = (slot_mapping >= 0).nonzero().squeeze(1)
-    slots = slot_mapping[keep]
-    block, offset = slots // block_size, slots % block_size
-    # the indexed dimensions come first in the result: [rows, Hkv, D / pair, pair] and [rows, Hkv, D]
-    pool_view(pages.pool, k_part)[block, :, :, offset] = k[keep].reshape(-1, k.shape[1], k.shape[2] // pair, pair)
-    pool_view(pages.pool, v_part)[block, :, offset // pair, :, offset % pair] = v[keep]
-
-
-def gather_kv(pages: LayerPages, blocks: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the tokens [start, end): copies, fp32, [Hkv, end - start, D]. Reads no other blocks."""
-    k_part, v_part = (half.codes for half in pages.halves)
-    first = start // pages.spec.block_size
-    index = blocks[first : pages.spec.blocks_for_tokens(end)].long()
-    tokens = slice(start - first * pages.spec.block_size, end - first * pages.spec.block_size)
-    k = pool_view(pages.pool, k_part)[index].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
-    v = pool_view(pages.pool, v_part)[index].permute(1, 0, 2, 4, 3).flatten(1, 3)
-    return k[:, tokens].float(), v[:, tokens].float()
 
 
 def paged_attention(
@@ -55,7 +29,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Sequence by sequence. On the CPU also row by row, so that a row's result cannot depend on what else is computed;
     elsewhere nobody claims that, and a launch for each row would take longer than all the arithmetic."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dtype, numbers = compute_dtype(q.dtype, pages.kind.formats), _as_keys(q, pages)
+    out = torch.empty_like(numbers)
     attend = attend_alone if q.is_cpu else attend_together
     ends = torch.cat((query_start, seq_lens)).tolist()  # one transfer
     starts, lengths = ends[: len(query_start)], ends[len(query_start) :]
@@ -64,39 +39,62 @@ def paged_attention(
         if first == last:
             continue
         hidden = 0 if window is None else max(0, length - (last - 1 - first) - window)  # tokens that no row sees
-        k, v = gather_kv(pages, block_tables[b], hidden, length)
-        attend(q[first:last], k, v, scale, window, softcap, sinks, out[first:last])
-    return out.flatten(1)
+        k, v = gather_kv(pages, block_tables[b], hidden, length, dtype)
+        attend(numbers[first:last], k, v, scale, window, softcap, sinks, out[first:last])
+    return _from_values(out, pages).to(q.dtype).flatten(1)
+
+
+def _as_keys(q: torch.Tensor, pages: LayerPages) -> torch.Tensor:
+    """q [T, Hq, D] as K is stored: rotated, and times K's channels, which then need not be multiplied into each K.
+    fp32, rounded to the dtype that attention computes in."""
+    kind, dtype = pages.kind, compute_dtype(q.dtype, pages.kind.formats)
+    q = q.float()
+    if kind.is_rotated(kind.formats[0]):
+        q = kv_formats.rotate(q)
+    if pages.k_channels is not None:
+        q = _times(q, pages.k_channels)
+    return q.to(dtype).float().contiguous()
+
+
+def _from_values(out: torch.Tensor, pages: LayerPages) -> torch.Tensor:
+    """Sums [T, Hq, D] of V as it is stored -> of V."""
+    if pages.kind.is_rotated(pages.kind.formats[1]):
+        out = kv_formats.unrotate(out)
+    return out if pages.v_channels is None else _times(out, pages.v_channels)
+
+
+def _times(x: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """x: [T, Hq, D]; channels: [Hkv, D]."""
+    return x * channels.repeat_interleave(x.shape[1] // channels.shape[0], 0)
 
 
 def attend_alone(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Past,
+    v: Past,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Rows q [n, Hq, D], the last n of the tokens of k and v [Hkv, L, D], each by itself, into out [n, Hq, D]."""
-    rows, tokens = q.shape[0], k.shape[1]
+    """Rows q [n, Hq, D], the last n of the tokens of k and v, each by itself, into out [n, Hq, D]."""
+    rows, (kv_heads, tokens, dims) = q.shape[0], k.numbers.shape
     for row in range(rows):
         end = tokens - rows + row + 1
-        seen = slice(0 if window is None else max(0, end - window), end)
-        heads = q[row].float().view(k.shape[0], -1, q.shape[2])  # [Hkv, G, D]
-        # Copies: how a product is summed depends on strides too, and those would tell the chunk's length.
-        k_seen, v_seen = k[:, seen].contiguous(), v[:, seen].contiguous()
-        weights = softmax(cap(heads @ k_seen.mT * scale, softcap), sinks)
-        parts = zip(torch.split(weights, SPLIT, -1), torch.split(v_seen, SPLIT, -2), strict=True)
+        start = 0 if window is None else max(0, end - window)
+        k_seen, v_seen = k.slice(start, end), v.slice(start, end)
+        scores = k_seen.scaled(q[row].float().view(kv_heads, -1, dims) @ k_seen.numbers.mT) * scale  # [Hkv, G, L]
+        weights = v_seen.scaled(softmax(cap(scores, softcap), sinks))
+        parts = zip(torch.split(weights, SPLIT, -1), torch.split(v_seen.numbers, SPLIT, -2), strict=True)
         products = [w @ x for w, x in parts]
-        out[row] = functools.reduce(torch.add, products).flatten(0, 1).to(q.dtype)
+        out[row] = functools.reduce(torch.add, products).flatten(0, 1)
 
 
 def attend_together(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Past,
+    v: Past,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -104,7 +102,7 @@ def attend_together(
     out: torch.Tensor,
 ) -> None:
     """The same with as many rows in a product as `SCORES` allows, and a mask for what each of them does not see."""
-    (rows, heads, dims), (kv_heads, tokens, _) = q.shape, k.shape
+    (rows, heads, dims), (kv_heads, tokens, _) = q.shape, k.numbers.shape
     token = torch.arange(tokens, device=q.device)
     step = max(1, SCORES // (heads * tokens))
     for first in range(0, rows, step):
@@ -115,10 +113,13 @@ def attend_together(
         if window is not None:
             unseen |= token < end - window
         grouped = some.float().view(n, kv_heads, -1, dims).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
-        scores = cap((grouped.flatten(1, 2) @ k.mT).mul_(scale), softcap).view(kv_heads, -1, n, tokens)
-        weights = softmax(scores.masked_fill_(unseen, -torch.inf), sinks)
-        products = (weights.flatten(1, 2) @ v).view(kv_heads, -1, n, dims)
-        out[first : first + step] = products.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+        scores = k.scaled((grouped.flatten(1, 2) @ k.numbers.mT).mul_(scale))
+        scores = cap(scores, softcap).view(kv_heads, -1, n, tokens)
+        weights = v.scaled(softmax(scores.masked_fill_(unseen, -torch.inf), sinks))
+        if v.scales is not None:
+            weights = weights.masked_fill(unseen, 0.0)  # whatever the scales of those tokens are
+        products = (weights.flatten(1, 2) @ v.numbers).view(kv_heads, -1, n, dims)
+        out[first : first + step] = products.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def cap(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
@@ -132,8 +133,3 @@ def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         return torch.softmax(scores, dim=-1)
     one_each = sinks.view(*scores.shape[:2], *[1] * (scores.dim() - 2)).expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat((scores, one_each), dim=-1), dim=-1)[..., :-1]
-
-
-def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-    for source, destination in pairs:
-        pool[destination].copy_(pool[source])

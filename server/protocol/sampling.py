@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from engine import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS
 from server.protocol.body import INT32_MAX, Body, Bool, Float, Int, Int32, TokenId, integer, number
 from server.protocol.refusal import expected, shown
+from server.request_id import MAX_CHARS, PATTERN, is_request_id
 
 
 def _biases(values: dict[str, Any]) -> dict[str, Any]:
@@ -18,6 +19,12 @@ def _biases(values: dict[str, Any]) -> dict[str, Any]:
             raise expected("an object of numbers", f"{shown(value)} for {shown(key)}")
         number(value)
     return values
+
+
+def _request_id(value: str) -> str:
+    if not is_request_id(value):
+        raise expected(f"1 to {MAX_CHARS} characters out of A-Z a-z 0-9 . _ : @ + = / -")
+    return value
 
 
 MAX_STRINGS = 1024
@@ -63,6 +70,9 @@ Mass = Annotated[Float, _documented("number", exclusiveMinimum=0, maximum=1)]
 Share = Annotated[Float, _documented("number", minimum=0, maximum=1)]
 Penalty = Annotated[Float, _documented("number", minimum=-2, maximum=2)]
 Factor = Annotated[Float, _documented("number", minimum=0.01, maximum=100)]
+RequestId = Annotated[
+    str, AfterValidator(_request_id), _documented("string", minLength=1, maxLength=MAX_CHARS, pattern=f"^{PATTERN}$")
+]
 Salt = Annotated[str, _documented("string", minLength=1)]
 TopK = Annotated[Int32, _documented("integer", minimum=-1, maximum=INT32_MAX)]
 Logprobs = Annotated[int, Field(ge=0, le=20), BeforeValidator(integer)]
@@ -113,8 +123,8 @@ class GenerationBody(Body):
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: Bool | None = None
-    request_id: str | None = None
-    """Becomes part of the answer's id."""
+    request_id: RequestId | None = None
+    """Becomes the request's id, unless the header `x-request-id` gives it one."""
 
     priority: Int32 | None = None
     """Lower runs first."""

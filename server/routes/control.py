@@ -23,7 +23,7 @@ class AbortBody(Body):
     """POST /abort_requests."""
 
     request_ids: Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
-    """As in `x-request-id`, or the answers' ids."""
+    """As in the answers' `x-request-id`, or the answers' ids."""
 
 
 @router.post("/abort_requests", openapi_extra=accepts(AbortBody), responses=answers(Aborted, *READING, 401, 403, 503))
@@ -34,7 +34,8 @@ async def abort_requests(request: Request) -> Response:
     body = parse(AbortBody, await read_body(request, context.limits))
     aborted = 0
     for request_id in body.request_ids:
-        aborted += client.abort_request(request_id.removeprefix("chatcmpl-").removeprefix("cmpl-"))
+        bare = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        aborted += client.abort_request(request_id) or client.abort_request(bare)
     return JSONResponse({"aborted_sequences": aborted})
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import StartupError
-from configs.gguf_file import GGUFFile, GGUFTensor
+from configs.gguf_file import OTHER_TYPES, TYPES, GGUFFile, GGUFTensor
 
 
 def write(path: Path) -> Path:
@@ -109,3 +109,54 @@ def test_damage_is_read_or_refused(
         GGUFFile.read(path)
     except StartupError as error:
         assert "--model" in str(error)
+
+
+# ------------------------------------------------------------------ tensors
+def test_types_are_those_of_the_gguf_package() -> None:
+    for number, kind in TYPES.items():
+        theirs = gguf.GGMLQuantizationType(number)
+        assert (kind.name, (kind.numbers, kind.num_bytes)) == (theirs.name, gguf.GGML_QUANT_SIZES[theirs])
+    known = {theirs.value: theirs.name for theirs in gguf.GGMLQuantizationType}
+    assert {number: known[number] for number in OTHER_TYPES} == OTHER_TYPES and not OTHER_TYPES.keys() & TYPES.keys()
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType(number) for number in TYPES], ids=lambda kind: kind.name)
+def test_a_file_is_complete_to_the_last_byte(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.zeros((3, 512 // block * size), np.uint8)
+    writer.add_tensor("a", data, raw_shape=data.shape, raw_dtype=kind)
+    writer.add_tensor("last", data, raw_shape=data.shape, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    last = GGUFFile.read(path).tensors["last"]
+    end = last.offset + data.nbytes
+    whole = path.read_bytes()
+    for length in (len(whole), end, end - 1, last.offset):
+        path.write_bytes(whole[:length])
+        file = GGUFFile.read(path)
+        assert file.bytes_of(file.tensors["last"]) == data.nbytes
+        if length >= end:
+            file.check_tensors()
+            continue
+        with pytest.raises(StartupError, match=rf"is incomplete: it ends at byte {length}, before last does; fetch it"):
+            file.check_tensors()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "words"),
+    [
+        (10, (256,), "a is stored as Q2_K; read are F32, F16, BF16, Q4_0"),
+        (99, (256,), "a is stored as type 99; read are F32"),
+        (2, (31,), "is damaged: a has shape [31]"),
+        (0, (), "is damaged: a has shape []"),
+    ],
+)
+def test_tensors_that_are_not_read(kind: int, shape: tuple[int, ...], words: str, tmp_path: Path) -> None:
+    file = GGUFFile(tmp_path / "m.gguf", {}, {"a": GGUFTensor("a", shape, kind, 0)}, 10**6)
+    with pytest.raises(StartupError) as caught:
+        file.check_tensors()
+    assert words in str(caught.value) and "m.gguf" in str(caught.value)

@@ -16,11 +16,13 @@ from tiny_models import VARIANTS, build, load_reference
 from configs.decoder import FAMILIES, DecoderConfig
 from configs.errors import StartupError
 from configs.kv import KVFormat, KVSpec, LayerKV
-from configs.model import ModelConfig
+from configs.model import MAX_WINDOW, ModelConfig
 from configs.model_rope import RopeConfig
 from configs.supported import read_model
+from engine.errors import InvalidRequest
 from engine.model.layers.linear import Linear
 from engine.model.registry import load_model
+from engine.sampling_params import SamplingParams
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -180,11 +182,42 @@ def test_generation_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("temperature", -1), ("top_p", 0), ("top_p", 1.5), ("top_k", 2.5), ("repetition_penalty", 0)]
+    ("key", "value", "words"),
+    [
+        ("temperature", -1, "between 0 and 2"),
+        ("temperature", 2.1, "between 0 and 2"),
+        ("temperature", "hot", "a number"),
+        ("top_p", 0, "above 0 and at most 1"),
+        ("top_p", 1.5, "above 0 and at most 1"),
+        ("top_k", 2.5, "an integer of at least -1"),
+        ("top_k", -2, "an integer of at least -1"),
+        ("min_p", 1.1, "between 0 and 1"),
+        ("repetition_penalty", 0, "between 0.01 and 100"),
+        ("repetition_penalty", 1e9, "between 0.01 and 100"),
+        ("max_new_tokens", 0, "an integer of at least 1"),
+    ],
 )
-def test_senseless_generation_defaults(key: str, value: float, tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=rf"generation_config\.json: {key} must be .*, got {value}\."):
+def test_senseless_generation_defaults(key: str, value: Any, words: str, tmp_path: Path) -> None:
+    """What no request may have is no default either."""
+    with pytest.raises(StartupError) as caught:
         read(tmp_path, BASE, {key: value})
+    assert str(caught.value).endswith(f"generation_config.json: {key} must be {words}, got {value!r}.")
+    with pytest.raises(InvalidRequest):
+        SamplingParams(**{"max_tokens" if key == "max_new_tokens" else key: value})
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_p", "min_p", "repetition_penalty"])
+def test_defaults_have_the_bounds_of_requests(key: str, tmp_path: Path) -> None:
+    """Asked of both, on either side of each bound."""
+    for value in (-1e-9, 0.0, 1e-9, 0.009, 0.01, 1.0, 1.0 + 1e-9, 2.0, 2.0 + 1e-9, 100.0, 100.1):
+        taken = []
+        for use in (lambda: SamplingParams(**{key: value}), lambda: read(tmp_path, BASE, {key: value})):  # noqa: B023
+            try:
+                use()
+                taken.append(True)
+            except (InvalidRequest, StartupError):
+                taken.append(False)
+        assert taken[0] == taken[1], value
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -212,6 +245,23 @@ def test_window_too_large(tmp_path: Path) -> None:
             StartupError, match=rf"--max-model-len {wanted} is not possible: this model takes 1 to 2048 "
         ):
             config.effective_window(wanted)
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "MistralForCausalLM"])
+def test_a_window_that_nothing_is_made_for(family: str, tmp_path: Path) -> None:
+    """Tables of all its positions would take all memory; where every layer has a sliding window, no pool bounds it."""
+    config = read(tmp_path, BASE | {"architectures": [family], "max_position_embeddings": 10**9})
+    with pytest.raises(StartupError) as caught:
+        config.effective_window(None)
+    assert str(caught.value) == (
+        f"--model: the window that it declares, 1000000000 tokens, is too long: at most {MAX_WINDOW} are served; say "
+        "how many with --max-model-len."
+    )
+    assert config.effective_window(MAX_WINDOW) == MAX_WINDOW
+    with pytest.raises(
+        StartupError, match=rf"^--max-model-len {MAX_WINDOW + 1} is not possible: .* 1 to {MAX_WINDOW} "
+    ):
+        config.effective_window(MAX_WINDOW + 1)
 
 
 def test_sliding_window_does_not_cap_the_context(tmp_path: Path) -> None:
@@ -260,7 +310,8 @@ def test_reading_a_config_loads_no_torch(tmp_path: Path) -> None:
         ({"head_dim": 63}, "head_dim must be even"),
         ({"hidden_size": "ABSENT"}, "hidden_size is missing"),
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"max_position_embeddings": -1}, "max_position_embeddings must be an integer of at least 1, got -1"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings must be an integer of at least 2, got -1"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings must be an integer of at least 2, got 1"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be above 0, got 0"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number, got 'small'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
@@ -270,7 +321,11 @@ def test_reading_a_config_loads_no_torch(tmp_path: Path) -> None:
         ({"rope_theta": 1.0}, "rope_theta must be above 1, got 1.0"),
         (
             {"rope_scaling": {"type": "mrope"}},
-            "rope_scaling: type must be one of none, linear, llama3, yarn, dynamic, longrope, divisors, got 'mrope'",
+            "rope_scaling: type must be one of default, linear, dynamic, llama3, yarn, longrope, su, got 'mrope'",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "divisors", "divisors": [1.0] * 32}},
+            "rope_type must be one of default, linear, dynamic, llama3, yarn, longrope, su, got 'divisors'",
         ),
         (
             {"rope_scaling": {"type": "longrope"}},
@@ -302,7 +357,6 @@ def test_reading_a_config_loads_no_torch(tmp_path: Path) -> None:
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1, got 0.5"),
-        ({"rope_scaling": {"type": "divisors"}}, "divisors is missing"),
         ({"rope_scaling": [1]}, "rope_scaling must be a mapping, got [1]"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
@@ -394,11 +448,27 @@ def test_folder_without_a_config(tmp_path: Path) -> None:
         read_model(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("text", ["{", "", "[1]", "\x00"])
-def test_config_that_is_no_json_object(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(StartupError, match=r"config\.json (cannot be read as JSON|must hold a JSON object)"):
+@pytest.mark.parametrize("text", ["{", "", "[1]", "\x00", "[" * 10**5, '{"a":' * 10**5], ids=lambda text: text[:5])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_config_that_is_no_json_object(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(StartupError, match=rf"/{name} (cannot be read as JSON|must hold a JSON object)") as caught:
         read_model(tmp_path)
+    assert ("nested too deeply" in str(caught.value)) == (len(text) > 5)
+
+
+@pytest.mark.parametrize("depth", [1, 500, 900])
+def test_a_value_that_cannot_be_shown_in_full(depth: int, tmp_path: Path) -> None:
+    """Long ones are cut; what Python can read, and no longer write, is named by its kind."""
+    for inner in ("1", "1, " * 10**4 + "1"):
+        text = json.dumps(BASE).replace('"hidden_size": 2048', f'"hidden_size": {"[" * depth}{inner}{"]" * depth}')
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(
+            StartupError, match=r"hidden_size must be an integer of at least 1, got |nested too"
+        ) as caught:
+            read_model(tmp_path)
+        assert len(str(caught.value)) < 1000
 
 
 rope_values = st.dictionaries(

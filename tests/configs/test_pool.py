@@ -177,7 +177,7 @@ def test_a_step_takes_more_with_each_thing_that_is_larger() -> None:
     def step(layout: KVLayout = SMOLLM2, window=8192, vocab_size=49152, num_parameters=134_515_008, **given) -> int:
         given = {"max_num_seqs": 64, "max_num_batched_tokens": 512, **given}
         sizes = {"window": window, "vocab_size": vocab_size, "num_parameters": num_parameters}
-        return step_bytes(Settings(**given), layout, **sizes)
+        return step_bytes(Settings(**given), layout, **sizes).total
 
     plain = step()
     assert step(vocab_size=49153) - plain == 64 * 8, "each sequence has logits"

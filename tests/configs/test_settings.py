@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from configs.errors import OctavoError, SettingsError, StartupError
-from configs.settings import SECRET_FIELDS, Settings, did_you_mean, extra, flag, parse_size
+from configs.setting_types import parse_size
+from configs.settings import SECRET_FIELDS, Settings, did_you_mean, extra, flag
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)

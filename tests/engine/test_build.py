@@ -11,8 +11,10 @@ from configs.settings import Settings
 from engine import build
 from engine.device import GPU, Device, NoGPU
 from engine.errors import StartupError
+from engine.messages import AddRequest, Launch
 from engine.model.registry import read_config
 from engine.runner.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
 
 GIB = 2**30
 GPU_OF_8_GIB = GPU("a GPU", (8, 6), 8 * GIB, 8 * GIB, has_bfloat16=True)
@@ -58,12 +60,13 @@ def test_the_start_up_block_names_the_device_and_its_kernels(tmp_path: Path) -> 
     config = read_config(tiny_models.build(tmp_path), trust_remote_code=False)
     device = device_of(GPU_OF_8_GIB)
     layout, plan = build.plan_pool(Settings(num_gpu_blocks_override=64), config, device)
-    lines = build._summary("tiny", config, device, plan, layout)
+    lines = build._summary("tiny", config, device, plan, layout, "int8")
     assert lines["device"] == "a GPU, compute capability 8.6, 8.00 of 8.00 GiB free at start"
-    assert lines["dtype"] == "float32" and lines["attention"].startswith("torch reference (not C++")
+    assert lines["KV format"] == "int8" and lines["dtype"] == "float32"
+    assert lines["attention"].startswith("torch reference (not C++")
     assert "runs on the CPU, not on cuda" in lines["attention"]
     noted = Device(torch.device("cuda", 0), "old", GIB, GIB, "float16", "no bfloat16", 1)
-    assert build._summary("tiny", config, noted, plan, layout)["dtype"] == "float16 (no bfloat16)"
+    assert build._summary("tiny", config, noted, plan, layout, "int8")["dtype"] == "float16 (no bfloat16)"
 
 
 def test_a_gpus_pool_leaves_room_for_a_step(tmp_path: Path) -> None:
@@ -82,3 +85,20 @@ def test_a_gpu_that_cannot_hold_weights_and_a_step_is_a_sentence(tmp_path: Path)
     small = GPU("a small GPU", (8, 6), GIB, GIB // 4, has_bfloat16=True)
     with pytest.raises(StartupError, match=r"the weights and the .* of a step take .* --max-num-batched-tokens"):
         build.plan_pool(Settings(), config, device_of(small))
+
+
+def test_refreshes_come_from_the_flag_and_are_told(tmp_path: Path) -> None:
+    flags = {"kv_cache_dtype": "int8", "kv_refresh_interval": 8, "dtype": "float32", "max_model_len": 64}
+    launch = Launch(str(tiny_models.build(tmp_path)), "tiny", Settings(**flags).model_dump(mode="json"), ())
+    core, ready = build.build_core(launch, lambda loading: None)
+    assert ready.summary["refresh"] == "every 8 generated tokens, 0.00 GiB for one sequence in full precision"
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    core.add(AddRequest(request_id="r", prompt_token_ids=[1, 2, 3], params=params, arrival=0.0))
+    while core.has_work:
+        core.step()
+    assert core.stats().refreshes_total == 2
+    without = Launch(
+        launch.path, "tiny", Settings(**{**flags, "kv_refresh_interval": None}).model_dump(mode="json"), ()
+    )
+    core, ready = build.build_core(without, lambda loading: None)
+    assert "refresh" not in ready.summary and core.scheduler.limits.kv_refresh_interval is None

@@ -25,6 +25,9 @@ def test_a_text_that_cannot_be_made_ends_its_own_request(monkeypatch: pytest.Mon
         assert answer.status_code == 500 and "text could not be made" in answer.json()["error"]["message"]
         assert server.completion("s1")["choices"][0]["text"] == "ABCDEF"
         server.assert_idle()
+        for reason, count in {"error": 1, "stop": 1, "abort": 0}.items():
+            assert server.metric("octavo_requests_finished_total", reason=reason) == count
+            assert server.metric("vllm:request_success_total", finished_reason=reason) == count
 
 
 def test_a_client_that_cannot_read_any_more_is_dead_and_says_so(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,6 @@ import psutil
 import pytest
 import torch
 
-from configs.kv import KVFormat
 from configs.settings import Settings
 from engine import device
 from engine.device import GPU, Device, NoGPU, available_memory, look_for_gpu, usable_cores
@@ -92,7 +91,7 @@ def test_torchs_reasons_lose_their_advice() -> None:
 def test_number_format_of_a_gpu(gpu: GPU, asked: str, dtype: str, note: str) -> None:
     found = find(gpu, dtype=asked)
     assert (found.dtype_name, found.dtype_note) == (dtype, note)
-    assert found.dtype is getattr(torch, dtype) and found.kv_format is device.FORMATS[dtype][1]
+    assert found.dtype is getattr(torch, dtype)
 
 
 def test_bfloat16_that_a_gpu_lacks_is_refused() -> None:
@@ -106,7 +105,7 @@ def test_number_format_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for supported, auto in ((True, "bfloat16"), (False, "float32")):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
         assert find(WITHOUT_CUDA).dtype_name == auto
-        assert find(WITHOUT_CUDA, dtype="float32").kv_format is KVFormat.FP32
+        assert find(WITHOUT_CUDA, dtype="float32").dtype is torch.float32
     assert "processor does not compute in it" in refusal(WITHOUT_CUDA, dtype="bfloat16")
     assert "--dtype float16 is for GPUs" in refusal(WITHOUT_CUDA, dtype="float16")
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from fake_hub import OTHER_COMMIT, TOKEN, FakeHub, Repository
 
-from engine.hub import NotFetched, Wanted, _human, _needed, _words
+from engine.errors import StartupError
+from engine.hub import NotFetched, Wanted, _all_shards, _human, _needed, _words
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -379,3 +380,10 @@ def test_many_choices_are_cut_short() -> None:
 )
 def test_sizes(size: int, words: str) -> None:
     assert _human(size) == words
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": "../x"}}', "[" * 10**5])
+def test_a_damaged_index_in_the_cache(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(StartupError, match=r"^--model: .*model\.safetensors\.index\.json"):
+        _all_shards(tmp_path, list(SHARDS))

@@ -1,6 +1,7 @@
 """The offline class: the same core, without HTTP."""
 
 import json
+import re
 import subprocess
 import sys
 import weakref
@@ -130,6 +131,17 @@ def test_unknown_setting() -> None:
         LLM(max_model_length=5)
 
 
+def test_a_model_may_be_a_path_and_not_bytes(tmp_path: Path) -> None:
+    folder = tiny_models.build(tmp_path)
+    with LLM(folder, dtype="float32", num_gpu_blocks_override=16, num_threads=1) as llm:
+        assert llm.info.summary["model"].startswith(str(folder))
+    for wrong in (b"x", 5, ["x"]):
+        with pytest.raises(StartupError, match=rf"^--model must be a valid string, got {re.escape(repr(wrong))}\.$"):
+            LLM(wrong)  # type: ignore[arg-type]
+    with pytest.raises(StartupError, match=r"^--model must not be empty"):
+        LLM(" ")
+
+
 def test_the_end_of_a_with_block_frees_the_model(tmp_path: Path) -> None:
     with LLM(str(tiny_models.build(tmp_path)), dtype="float32", num_gpu_blocks_override=16, num_threads=1) as llm:
         core = weakref.ref(llm._core)
@@ -224,9 +236,13 @@ def test_prompts_may_be_anything_that_can_be_gone_through(llm: LLM) -> None:
 
 
 def test_params_of_another_kind(llm: LLM) -> None:
-    for params in ({"max_tokens": 3}, [{"max_tokens": 3}]):
-        with pytest.raises(TypeError, match=r"^params must be SamplingParams"):
-            llm.generate(["a"], params)  # type: ignore[arg-type]
+    for params in ({"max_tokens": 3}, [{"max_tokens": 3}], {}, 0, False, "x"):
+        for prompts in ("a", []):
+            with pytest.raises(TypeError, match=r"^params must be SamplingParams"):
+                llm.generate(prompts, params)  # type: ignore[arg-type]
+    for params in ([], ()):
+        with pytest.raises(ValueError, match="1 prompts need"):
+            llm.generate("a", params)
     with pytest.raises(TypeError, match=r"^params must be SamplingParams, got str"):
         llm.chat([{"role": "user", "content": "hello"}], "x")  # type: ignore[arg-type]
 

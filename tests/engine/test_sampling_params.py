@@ -70,27 +70,53 @@ def test_token_ids_belong_to_the_vocabulary(field: str):
             params(outside).check_vocabulary(10)
 
 
+HUGE = 10**5000
+"""Python refuses to write it out."""
+WRONG_KINDS: list[tuple[str, str, list[Any]]] = [
+    ("n", "an integer", [1.5, True, None]),
+    ("max_tokens", "an integer", ["3", [3]]),
+    ("min_tokens", "an integer", [None]),
+    ("top_k", "an integer", [None, 5.0]),
+    ("seed", "an integer", [1.0]),
+    ("temperature", "a number", ["hot", False, None, {}]),
+    ("top_p", "a number", [None.__class__, None, 1j]),
+    ("min_p", "a number", [None]),
+    ("repetition_penalty", "a number", [None]),
+    ("presence_penalty", "a number", [None, "1"]),
+    ("ignore_eos", "True or False", ["x", None, 1]),
+    ("skip_special_tokens", "True or False", [None, 0]),
+    ("stop", "a string or a list of strings", [(1,), 5, None, b"END", [None]]),
+    ("stop_token_ids", "a list of token ids", [("a",), 5, None, "12", [[1]], [True]]),
+    ("allowed_token_ids", "a list of token ids", [(1.0,), 5, {1: 2}]),
+    ("bad_words", "a list of lists of token ids", [("word",), [5], None, 5, [[1.0]], "word"]),
+    ("logit_bias", "a number for each token id", [{"5": 1.0}, [1], {1: "x"}, {1: None}, 5, {True: 1.0}]),
+]
+
+
 @pytest.mark.parametrize(
-    ("field", "wrong"),
-    [
-        ("n", 1.5),
-        ("n", True),
-        ("max_tokens", "3"),
-        ("seed", 1.0),
-        ("temperature", "hot"),
-        ("temperature", False),
-        ("top_p", None.__class__),
-        ("stop", (1,)),
-        ("logit_bias", {"5": 1.0}),
-        ("bad_words", ("word",)),
-        ("stop_token_ids", ("a",)),
-        ("allowed_token_ids", (1.0,)),
-    ],
+    ("field", "words", "value"), [(field, words, value) for field, words, values in WRONG_KINDS for value in values]
 )
-def test_values_of_another_kind_are_refused_by_name(field: str, wrong: Any):
-    with pytest.raises(InvalidRequest, match=f"^{field} must ") as refused:
-        SamplingParams(**{field: wrong})
+def test_values_of_another_kind_are_refused_by_name(field: str, words: str, value: Any):
+    with pytest.raises(InvalidRequest, match=rf"^{field} must be {words}, got ") as refused:
+        SamplingParams(**{field: value})
+    assert refused.value.param == field and refused.value.code == "invalid_value"
+
+
+@pytest.mark.parametrize("field", sorted(SamplingParams.__struct_fields__))
+def test_every_field_has_a_kind(field: str):
+    with pytest.raises(InvalidRequest, match=rf"^{field} must be ") as refused:
+        SamplingParams(**{field: object()})
     assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("n", HUGE), ("max_tokens", -HUGE), ("seed", HUGE), ("logit_bias", {1: HUGE}), ("stop", HUGE)],
+    ids=lambda value: value if isinstance(value, str) else "huge",
+)
+def test_a_value_that_cannot_be_written_out_is_refused_too(field: str, value: Any):
+    with pytest.raises(InvalidRequest, match=rf"^{field} must be .* a int too large to show"):
+        SamplingParams(**{field: value})
 
 
 def test_one_stop_string_may_stand_alone():

@@ -85,7 +85,8 @@ def test_damaged_gguf_files(tmp_path: Path) -> None:
         b"GGML" + whole[4:]: "is a file, but not GGUF (it does not begin with 'GGUF'); expected: a .gguf file",
         whole[:4] + b"\x09" + whole[5:]: "is GGUF version 9",
         whole[:40]: "is damaged or incomplete: its header ends early; fetch it again.",
-        whole[:-256]: f"is damaged or incomplete: it ends at byte {len(whole) - 256}, before its last tensor",
+        whole[:-256]: f"is incomplete: it ends at byte {len(whole) - 256}, before b does; fetch it again.",
+        whole[:-1]: f"is incomplete: it ends at byte {len(whole) - 1}, before b does; fetch it again.",
     }
     for number, (data, words) in enumerate(damaged.items()):
         file = tmp_path / f"{number}.gguf"

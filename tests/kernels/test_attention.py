@@ -143,7 +143,7 @@ def test_ops_serve_and_assert_their_contract():
     arguments = (paged.q[0], paged.pages(), paged.tables, ends, ends[1:], paged.scale)
     assert (ops.paged_attention(*arguments).float() - reference.paged_attention(*arguments).float()).abs().max() < 0.05
     with pytest.raises(AssertionError):
-        ops.paged_attention(paged.q[0].float(), *arguments[1:])
+        ops.paged_attention(paged.q[0].int(), *arguments[1:])
     with pytest.raises(AssertionError):
         ops.paged_attention(paged.q[0][:, :5], *arguments[1:])
     with pytest.raises(AssertionError):

@@ -6,9 +6,11 @@ from paged import make_paged
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from configs.kv import KVFormat
 from kernels import ops, reference
 from kernels.reference import attention
 from kernels.reference.attention import attend_alone, attend_together
+from kernels.reference.pages import Past
 from kernels.registry import candidates, choose
 
 OPS = [candidate.op for candidate in reference.CANDIDATES]
@@ -52,8 +54,9 @@ def test_the_check_refuses_new_tensors_and_ways_to_the_cpu():
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, 2.0)])
-def test_ops_make_nothing_elsewhere(window, softcap):
-    paged = make_paged([40, 21])
+@pytest.mark.parametrize("formats", [None, (KVFormat.INT8, KVFormat.INT4), (KVFormat.FP8_E4M3, KVFormat.FP8_E5M2)])
+def test_ops_make_nothing_elsewhere(window, softcap, formats):
+    paged = make_paged([40, 21], formats=formats, static=formats is not None and KVFormat.FP8_E5M2 in formats)
     starts, lengths = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([40, 21], dtype=torch.int32)
     q, slots = torch.cat([paged.q[0][-3:], paged.q[1][-1:]]), torch.tensor([5, -1, 3])
     angles, positions, x, norm = (
@@ -62,12 +65,12 @@ def test_ops_make_nothing_elsewhere(window, softcap):
         torch.ones(2, 384).bfloat16(),
         torch.ones(384),
     )
-    k = paged.k[0].float().transpose(0, 1)
+    k, query = Past(paged.k[0].float().transpose(0, 1)), paged.q[0][-3:].float()
     sinks = None if softcap is None else torch.ones(6)
     with OnlyWhereTheyAre():
         asked = paged.scale, window, softcap, sinks
         reference.paged_attention(q, paged.pages(), paged.tables, starts, lengths, *asked)
-        attend_together(paged.q[0][-3:], k, k, *asked, torch.empty_like(paged.q[0][-3:]))
+        attend_together(query, k, k, *asked, torch.empty_like(query))
         reference.store_kv(paged.k[0][:3], paged.v[0][:3], paged.pages(), slots)
         reference.copy_blocks(paged.pool, [(0, 1)])
         reference.rotary(q, q, positions, angles, angles)
@@ -107,7 +110,7 @@ def test_rows_together_see_what_each_sees_alone(rows, window, scores, softcap, s
     generator = torch.Generator().manual_seed(rows)
     fused = torch.randn(rows, 100, generator=generator)  # rows have a stride of their own
     q = fused[:, :96].view(rows, 6, 16)
-    k, v = torch.randn(2, 2, 37, 16, generator=generator)
+    k, v = (Past(x) for x in torch.randn(2, 2, 37, 16, generator=generator))
     expected, found = torch.empty(rows, 6, 16), torch.empty(rows, 6, 16)
     asked = 0.25, window, softcap, sinks
     attend_alone(q, k, v, *asked, expected)
@@ -116,3 +119,19 @@ def test_rows_together_see_what_each_sees_alone(rows, window, scores, softcap, s
     half = torch.empty(rows, 6, 16, dtype=torch.float16)
     attend_together(q.half(), k, v, *asked, half)
     torch.testing.assert_close(half.float(), expected, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_scales_of_rows_together_are_those_of_each_alone(window):
+    """Those of tokens that a row does not see may be anything."""
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(5, 6, 16, generator=generator)
+    k, v = (Past(x, torch.rand(2, 37, generator=generator)) for x in torch.randn(2, 2, 37, 16, generator=generator))
+    expected, found, poisoned = torch.empty(3, 5, 6, 16)
+    attend_alone(q, k, v, 0.25, window, None, None, expected)
+    attend_together(q, k, v, 0.25, window, None, None, found)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for past in (k, v):
+        past.scales[:, -1] = torch.nan
+    attend_together(q, k, v, 0.25, window, None, None, poisoned)
+    assert torch.equal(poisoned[:-1], found[:-1]) and poisoned[-1].isnan().all()

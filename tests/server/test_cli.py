@@ -104,12 +104,14 @@ def test_version(argv: list[str], capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("word", "end"),
     [
-        ("run", "there are 'serve', 'doctor' and 'help'."),
-        ("chat", "there are 'serve', 'doctor' and 'help'."),
-        ("configs", "there are 'serve', 'doctor' and 'help'."),  # a folder here, and no model for that
-        ("sevre", "there are 'serve', 'doctor' and 'help': did you mean 'octavo serve'?"),
-        ("Serve", "there are 'serve', 'doctor' and 'help': did you mean 'octavo serve'?"),
-        ("hlep", "there are 'serve', 'doctor' and 'help': did you mean 'octavo help'?"),
+        ("run", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help'."),
+        ("chat", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help'."),
+        # a folder here, and no model for that:
+        ("configs", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help'."),
+        ("sevre", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help': did you mean 'octavo serve'?"),
+        ("Serve", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help': did you mean 'octavo serve'?"),
+        ("plna", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help': did you mean 'octavo plan'?"),
+        ("hlep", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help': did you mean 'octavo help'?"),
         ("org/model", "a model is served by 'octavo serve org/model'."),
         ("m.gguf", "a model is served by 'octavo serve m.gguf'."),
     ],
@@ -191,7 +193,16 @@ def test_python_m_server_answers_as_octavo_serve():
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["serve", "--help"], ["serve", "--version"], ["serve", "--print-config"], ["serve", "--prot"]]
+    "argv",
+    [
+        ["--help"],
+        ["serve", "--help"],
+        ["serve", "--version"],
+        ["serve", "--print-config"],
+        ["serve", "--prot"],
+        ["plan", "--help"],
+        ["plan", "--gpu", "many"],
+    ],
 )
 def test_quick_answers_import_nothing_heavy(argv: list[str]):
     code = f"import sys, server.cli; server.cli.main({argv!r}); print([m for m in {HEAVY!r} if m in sys.modules])"

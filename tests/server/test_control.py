@@ -31,28 +31,67 @@ def test_without_an_admin_key_nobody_gets_in(method: str, path: str):
         assert server.http.request(method, path).status_code == 403
 
 
-def test_a_request_is_aborted_by_the_id_its_client_knows(server: ScriptedServer):
+@pytest.mark.parametrize(
+    ("header", "own", "known"),
+    [
+        ("mine", None, "cmpl-mine"),
+        ("mine", None, "mine"),
+        (None, "mine", "mine"),
+        ("mine", "his", "mine"),
+        ("cmpl-mine", None, "cmpl-mine"),
+        ("cmpl-mine", None, "cmpl-cmpl-mine"),
+    ],
+)
+def test_a_request_is_aborted_by_the_id_its_client_knows(
+    server: ScriptedServer, header: str | None, own: str | None, known: str
+):
     answers = []
-    ids = ({"x-request-id": "mine"}, {"x-request-id": "other"})
+    body = {"prompt": "long", "max_tokens": 400, "ignore_eos": True}
+    asked = [(header, own), ("other", None)]
     threads = [
-        threading.Thread(target=lambda h=h: answers.append(server.http.post(
-            "/v1/completions", json={"prompt": "long", "max_tokens": 400, "ignore_eos": True}, headers=h,
+        threading.Thread(target=lambda name=name, own=own: answers.append(server.http.post(
+            "/v1/completions", json=body | {"request_id": own}, headers={"x-request-id": name} if name else {},
         )))
-        for h in ids
+        for name, own in asked
     ]  # fmt: skip
     server.executor.hold()
     for thread in threads:
         thread.start()
     server.step_until(lambda: server.context.client.stats.running == 2)
     assert server.http.get("/load", headers=ADMIN).json() == {"server_load": 2}
-    ask = {"request_ids": ["cmpl-mine", "unknown"]}
+    ask = {"request_ids": [known, "unknown"]}
     assert server.http.post("/abort_requests", json=ask, headers=ADMIN).json() == {"aborted_sequences": 1}
     eventually(lambda: len(answers) == 1)
     assert answers[0].status_code == 500 and "operator" in answers[0].json()["error"]["message"]
+    assert answers[0].headers["x-request-id"] == (header or own)
     server.executor.allow(None)
     for thread in threads:
         thread.join()
     assert answers[1].status_code == 200
+
+
+def test_what_an_operator_ends_is_counted_as_aborted(server: ScriptedServer):
+    """Of requests and of sequences, streamed or whole."""
+    body = {"prompt": ["long", "longer"], "n": 2, "max_tokens": 400, "ignore_eos": True}
+    answers = []
+    threads = [
+        threading.Thread(target=lambda stream=stream: answers.append(server.http.post(
+            "/v1/completions", json=body | {"request_id": f"r-{stream}", "stream": stream},
+        )))
+        for stream in (True, False)
+    ]  # fmt: skip
+    server.executor.hold()
+    for thread in threads:
+        thread.start()
+    server.step_until(lambda: server.context.client.stats.running == 8)
+    ask = {"request_ids": ["r-True", "r-False"]}
+    assert server.http.post("/abort_requests", json=ask, headers=ADMIN).json() == {"aborted_sequences": 8}
+    for thread in threads:
+        thread.join()
+    server.executor.allow(None)
+    ends = ("stop", "length", "abort", "error")
+    assert [server.metric("octavo_requests_finished_total", reason=end) for end in ends] == [0, 0, 2, 0]
+    assert [server.metric("vllm:request_success_total", finished_reason=end) for end in ends] == [0, 0, 8, 0]
 
 
 def test_the_cache_is_emptied(server: ScriptedServer):

@@ -100,6 +100,8 @@ def test_a_reader_that_stalls_is_given_up(start):
         eventually(lambda: sum(server.context.metrics.requests_finished.values()) == 1)
     server.assert_idle()
     assert server.metric("octavo_requests_finished_total", reason="length") == 0
+    assert server.metric("octavo_requests_finished_total", reason="abort") == 1
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == 1
 
 
 # ---------------------------------------------------------------------- A07
@@ -153,6 +155,9 @@ def test_a07_a_fault_of_one_request_fails_that_one(start):
         assert ill.result().status_code == 500 and ill.result().json()["error"]["code"] == "request_failed"
         assert well.result().json()["choices"][0]["message"]["content"] == "ABCDEF"
     server.assert_idle()
+    for reason, count in {"error": 1, "stop": 1, "abort": 0}.items():
+        assert server.metric("octavo_requests_finished_total", reason=reason) == count
+        assert server.metric("vllm:request_success_total", finished_reason=reason) == count
 
 
 def test_a07_a_step_that_never_ends_is_noticed(start):
@@ -399,4 +404,6 @@ def test_a39_the_drain_has_an_end(start):
         ended = Stream(stream.result(), stream.result().text)
         assert "error" in ended.frames[-1] and ended.raw.endswith("data: [DONE]\n\n")
         assert whole.result().status_code in (500, 503)
+        assert server.metric("octavo_requests_finished_total", reason="abort") == 2
+        assert server.metric("vllm:request_success_total", finished_reason="abort") == 2
         server.executor.allow(None)

@@ -168,6 +168,7 @@ BOUNDED = {
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "seed",
     "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "bad_words", "allowed_token_ids",
     "truncate_prompt_tokens", "prompt_logprobs", "logprobs", "cache_salt", "priority",
+    "request_id",
 }  # fmt: skip
 
 

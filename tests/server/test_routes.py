@@ -51,12 +51,27 @@ def test_request_ids_go_in_and_out(server: ScriptedServer):
             "x-request-id"
         ]
         assert answered != bad and len(answered) == 32
-    assert server.chat("s1", request_id="mine-2")["id"] == "chatcmpl-mine-2"
+    named = server.post_chat("s1", request_id="mine-2")
+    assert named.json()["id"] == "chatcmpl-mine-2" and named.headers["x-request-id"] == "mine-2"
+    both = server.post_chat("s1", request_id="mine-2", headers={"x-request-id": "mine-4"})
+    assert both.json()["id"] == "chatcmpl-mine-4" and both.headers["x-request-id"] == "mine-4"
+    replaced = server.post_chat("s1", request_id="mine-2", headers={"x-request-id": "a b"})
+    assert replaced.json()["id"] == "chatcmpl-mine-2" and replaced.headers["x-request-id"] == "mine-2"
+    assert server.stream_chat("s1", request_id="mine-5").response.headers["x-request-id"] == "mine-5"
     answer = server.post_completion("traced s1", headers={"x-request-id": "mine-3"})
     assert answer.json()["id"] == "cmpl-mine-3"
     events = server.http.get("/debug/kv").json()["events"]
     assert any(str(event["request_id"]).startswith("mine-3~") for event in events), "the events tell whose they are"
     assert server.stream_chat("s1").response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("value", ["x" * 129, "x" * 1000, "é", "a\nb", "a b", "", "a~b"])
+def test_what_is_no_request_id(server: ScriptedServer, value: str):
+    for response in (server.post_chat("s1", request_id=value), server.post_completion("s1", request_id=value)):
+        error = assert_refused(response, param="request_id", code="invalid_value")
+        limit = "1 to 128 characters out of A-Z a-z 0-9 . _ : @ + = / -"
+        assert error["message"].startswith(f"request_id must be {limit}, got ")
+    assert server.chat("s1", request_id="x" * 128)["id"] == "chatcmpl-" + "x" * 128
 
 
 def test_openapi_and_version(server: ScriptedServer):

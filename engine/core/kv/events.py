@@ -7,14 +7,16 @@
                 ahead: others computed it while this prompt was computed tokens, blocks, position
     miss        nothing_cached | other_salt | evicted | diverged |
                 window_evicted | caching_is_off                          tokens, prompt_tokens, blocks, position
-    allocation  prompt | generation | recomputation                      blocks
+    allocation  prompt | generation | recomputation | refresh            blocks
     eviction    allocation | duplicate                                   blocks, tokens, idle_steps
                 reset: somebody asked for an empty cache                 blocks
                 window: from a windowed group's pool alone               blocks, window
     copy        partial_hit                                              source, destination, tokens
     preemption  yielded_to_earlier | no_pages_left: needed one itself    pages: held by the victim
+    refresh     interval: so many more tokens have been generated        pages: given back, tokens: to compute anew
     wait        no_pages | reserved: and nobody may overtake | no_slot |
-                budget | unfinished_step | first_choice | deadline
+                budget | unfinished_step | first_choice | deadline |
+                refresh: another sequence is being refreshed
 
 `position` is the first prompt token that the cache did not have, `position // block_size` its block.
 """

@@ -1,4 +1,4 @@
-"""Why a prompt hit as far as it did. For explanation alone: decides nothing."""
+"""Why a prompt hit as far as it did, and what pages are for. For explanation alone: decides nothing."""
 
 from itertools import islice
 
@@ -28,3 +28,13 @@ def reason(request: Request, blocks: list[Block], num_tokens: int, tree: PrefixT
     if parent is None:
         return "nothing_cached"
     return "diverged" if parent.heads else "end_of_cache"
+
+
+def purpose(request: Request) -> str:
+    """What the pages that a request is given next are for. See `kv/events.py`."""
+    computed = request.num_computed
+    if computed >= max(request.num_prompt, request.num_reached, request.num_refreshed):
+        return "generation"
+    if request.num_reached <= computed < request.num_refreshed:
+        return "refresh"
+    return "recomputation" if request.num_preemptions else "prompt"

@@ -38,6 +38,9 @@ def _check_table(request: Request, blocks: Sequence[Block], tree: PrefixTree) ->
     size, ids, tokens = tree.block_size, request.block_ids, request.token_ids
     assert len(set(ids)) == len(ids), f"{request.request_id}: a block stands twice in one table"
     assert len(ids) * size >= request.num_computed >= request.num_published * size
+    if request.num_refreshed:
+        others = [block_id for block_id in ids if blocks[block_id].ref_count > 1 or blocks[block_id].parent is not None]
+        assert not others, f"{request.request_id} was refreshed and is not alone with {others}"
     parent: Block | None = tree.roots.get(RootKey(request.salt, request.adapter))
     for index, block_id in enumerate(ids):
         block = blocks[block_id]

@@ -29,7 +29,7 @@ from configs.kv import WindowPages
 from engine.core.kv.block import Block, RootKey
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.events import EventLog, EvictionMemory
-from engine.core.kv.explain import reason
+from engine.core.kv.explain import purpose, reason
 from engine.core.kv.invariants import check_tables
 from engine.core.kv.match import Match
 from engine.core.kv.prefix_tree import PrefixTree
@@ -214,7 +214,8 @@ class KVManager:
     def admit(self, request: Request, match: Match, num_tokens: int) -> None:
         """Gives a sequence its table: the match, and new blocks up to `num_tokens` tokens, which must fit."""
         assert not request.block_ids and match.num_tokens < num_tokens
-        self._explain(request, match)
+        if not request.num_refreshed:
+            self._explain(request, match)
         for block in match.blocks:
             self.pool.acquire(block)
         request.block_ids = [block.id for block in match.blocks]
@@ -299,9 +300,7 @@ class KVManager:
             ids.append([window.take(block) for block in blocks])
         request.block_ids += ids[0]
         self.num_unfilled += count * self.block_size
-        generating = request.num_computed >= max(request.num_prompt, request.num_reached)
-        purpose = "generation" if generating else "recomputation" if request.num_preemptions else "prompt"
-        self.events.record("allocation", purpose, request, blocks=count)
+        self.events.record("allocation", purpose(request), request, blocks=count)
         return ids
 
     def table_ids(self, request: Request) -> list[list[int]]:
@@ -325,7 +324,7 @@ class KVManager:
         A block that doubles an idle one takes its place. One that doubles a block in use stays private, and so do the
         blocks behind it, until a later call finds the other idle or gone.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.num_refreshed:
             return
         size = self.block_size
         for index in range(request.num_published, num_tokens // size):
@@ -352,7 +351,7 @@ class KVManager:
     def publish_tail(self, request: Request, step: int) -> None:
         """Enters the confirmed head of the last block as an open node, unless a sibling holds as much."""
         index, length = divmod(request.num_confirmed, self.block_size)
-        if not length or index != request.num_published or not self.enable_prefix_caching:
+        if not length or index != request.num_published or not self.enable_prefix_caching or request.num_refreshed:
             return
         block = self.pool.blocks[request.block_ids[index]]
         tokens = tuple(request.token_ids[index * self.block_size : request.num_confirmed])

@@ -5,6 +5,7 @@ that notes what each layer asks for. What Octavo's attention cannot do is refuse
 """
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,79 +15,32 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from configs.kv import KVFormat, LayerKV
-from configs.model import ITEMSIZE, DType, ModelConfig, ModelFiles, SizedConfig
-from configs.model_fields import Fields
+from configs.model import ModelConfig, ModelFiles
+from configs.model_fields import MIN_POSITIONS, Fields
 from configs.model_rope import windows
+from configs.probed import LayerCall, ProbedConfig
 from configs.supported import check, refusal
 from engine.errors import StartupError
 from engine.model.fallback.attention import NAME, Asked, Unsuitable
 from engine.model.fallback.model import TransformersModel, fix_rope
 
 PROBE_TOKENS = 3
-MAX_REASON = 300
+MAX_REASON = 500
 """Characters of a library's message that are passed on."""
 Refuse = Callable[[str], StartupError]
 
 
 @dataclass(frozen=True)
-class LayerCall:
-    """What one attention layer asked for."""
-
-    layer: int
-    kv_heads: int
-    head_dim: int
-    window: int | None
-
-
-@dataclass(frozen=True)
-class TransformersConfig(SizedConfig):
+class TransformersConfig(ProbedConfig):
     """Made by `read_transformers_config`."""
 
     path: Path
     trust_remote_code: bool
-    windows: tuple[int, int]
-    """Tokens of context: by default, and at most."""
-    calls: tuple[LayerCall, ...]
-    parameters: int
-    """Numbers stored; a tied head counts once."""
-    tied_parameters: int
-    """Numbers of a head that is the embedding's table too: it is packed, a second copy."""
-
-    @property
-    def title(self) -> str:
-        return f"{super().title}, through transformers' own code"
-
-    @property
-    def window(self) -> int:
-        return self.windows[0]
-
-    @property
-    def max_window(self) -> int:
-        return self.windows[1]
-
-    @property
-    def num_parameters(self) -> int:
-        return self.parameters
-
-    def weight_bytes(self, dtype: DType) -> int:
-        return (self.parameters + self.tied_parameters) * ITEMSIZE[dtype]
-
-    def kv_layers(self, format: KVFormat) -> tuple[LayerKV, ...]:
-        """A window that no sequence can exceed is none."""
-        return tuple(
-            LayerKV(
-                call.kv_heads,
-                call.head_dim,
-                format,
-                None if call.window is None or call.window >= self.max_window else call.window,
-            )
-            for call in self.calls
-        )
 
 
 def read_transformers_config(path: Path, declared: ModelConfig, trust_remote_code: bool) -> TransformersConfig:
@@ -98,7 +52,8 @@ def read_transformers_config(path: Path, declared: ModelConfig, trust_remote_cod
 
     theirs, model_class = model_class_of(path, trust_remote_code)
     _check_class(model_class, declared.architecture, refuse)
-    num_layers, max_position = (_size(theirs, key, refuse) for key in ("num_hidden_layers", "max_position_embeddings"))
+    num_layers = _size(theirs, "num_hidden_layers", 1, refuse)
+    max_position = _size(theirs, "max_position_embeddings", MIN_POSITIONS, refuse)
     recorder = _Recorder()
     try:
         with quiet(), torch.device("meta"), torch.inference_mode():
@@ -187,9 +142,12 @@ def quiet() -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Our own words, or the first line of a library's message."""
+    """Our own words, or the first line of a library's message. Where it found a value of the wrong kind, the sentence
+    about key and value stands in the error's cause."""
     if isinstance(error, Unsuitable):
         return str(error)
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        error = error.__cause__
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:MAX_REASON]}".rstrip(" .:")
 
@@ -211,18 +169,22 @@ class _Recorder:
                 f"{heads} query heads and keys of {kv_heads} x {head_dim} numbers beside values of "
                 f"{asked.v.shape[1]} x {value_dim}"
             )
+        for name, value in (("multiplied by", asked.scale), ("capped at", asked.softcap)):
+            is_number = isinstance(value, float | int)
+            if not (value is None or isinstance(value, torch.Tensor) or (is_number and 0.0 < value < math.inf)):
+                self.complaints.append(f"scores of attention {name} {value}, which must be a number above 0")
         if not asked.is_causal:
             self.complaints.append("attention to later tokens")
         if asked.others:
             self.complaints.append(f"attention with {', '.join(asked.others)}")
-        self.calls.append(LayerCall(asked.layer or 0, kv_heads, head_dim, asked.window))
+        self.calls.append(LayerCall(asked.layer or 0, heads, kv_heads, head_dim, asked.window))
         return asked.q.new_empty(len(asked.q), heads * value_dim)
 
 
-def _size(theirs: Any, key: str, refuse: Refuse) -> int:
+def _size(theirs: Any, key: str, least: int, refuse: Refuse) -> int:
     size = getattr(theirs, key, None)
-    if not isinstance(size, int) or size < 1:
-        raise refuse(f"its configuration has no {key}, or a senseless one ({size!r})")
+    if not isinstance(size, int) or size < least:
+        raise refuse(f"its configuration has no {key} of at least {least} (but {size!r})")
     return size
 
 

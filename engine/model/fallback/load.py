@@ -16,13 +16,12 @@ from engine.errors import StartupError
 from engine.model.fallback.attention import NAME, Asked
 from engine.model.fallback.config import TransformersConfig, configured, model_class_of, quiet, reason
 from engine.model.fallback.model import TransformersModel, fix_rope, is_experts, replace_layers
-from engine.model.weights import SafetensorsSource, ignorable, named
+from engine.model.weights import SafetensorsSource, check_kinds, ignorable, named
 from kernels.reference.attention import attend_together
+from kernels.reference.pages import Past
 
 PROMPT, THEIR_CHUNKS, OUR_CHUNKS = 12, [8, 3, 1], [5, 7]
 """Tokens of the check, and how each side is fed: differently, so that what mixes a call's tokens shows."""
-FLOATS = {"F32", "F16", "BF16"}
-"""Kinds of numbers in safetensors files that are taken."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Of the size of the logits. Another mask, or a forgotten state, differs by about 1."""
 
@@ -63,9 +62,7 @@ def load_transformers_model(
 def _check_files(config: TransformersConfig) -> None:
     """Raises `StartupError` in our own words for what is missing, damaged or not to be read as it stands."""
     source = SafetensorsSource(config.path)
-    for name, kind in source.kinds.items():
-        if name.endswith("weight") and kind not in FLOATS:
-            raise StartupError(f"--model: {config.path}: {name} is stored as {kind}; bf16, fp16 and fp32 are read.")
+    check_kinds(source, (name for name in source.shapes if name.endswith("weight")))  # others may be masks
     if (config.path / "adapter_config.json").exists():
         raise StartupError(
             f"--model: {config.path} holds an adapter (adapter_config.json): merge it into the model's weights first."
@@ -132,10 +129,10 @@ class _Contiguous:
         if asked.layer in self._kept:
             k, v = (torch.cat(parts) for parts in zip(self._kept[asked.layer], (k, v), strict=True))
         self._kept[asked.layer] = k, v
-        k, v = (x.transpose(0, 1).float() for x in (k, v))
+        k_past, v_past = (Past(x.transpose(0, 1).float()) for x in (k, v))
         out = torch.empty_like(asked.q)
         window = self.windows[asked.layer]
-        attend_together(asked.q, k, v, float(asked.scale), window, asked.softcap, asked.sinks, out)
+        attend_together(asked.q, k_past, v_past, float(asked.scale), window, asked.softcap, asked.sinks, out)
         return out.flatten(1)
 
 

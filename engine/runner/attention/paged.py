@@ -4,7 +4,7 @@ import torch
 
 from configs.kv import KVLayout
 from engine.model.interface import ForwardBatch
-from engine.runner.kv_store.plain import PlainStore
+from engine.runner.kv_store import PagedStore
 from kernels import ops
 
 
@@ -13,7 +13,7 @@ class PagedAttention:
 
     name = "paged"
 
-    def __init__(self, store: PlainStore, layout: KVLayout) -> None:
+    def __init__(self, store: PagedStore, layout: KVLayout) -> None:
         self.store = store
         self._windows = tuple(layout.groups[group].window for group in store.groups)
 

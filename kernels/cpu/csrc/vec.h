@@ -51,6 +51,13 @@ inline void max_of_each(const Vec (&v)[4], float *to) {
     _mm_storeu_ps(to, _mm512_castps512_ps128(abcd));
 }
 inline Vec shift_up_23(Vec v) { return as_floats(_mm512_slli_epi32(_mm512_castps_si512(v), 23)); }
+// Lane i gets lane i ^ STRIDE, a power of two less than W.
+template <int STRIDE>
+Vec swap_lanes(Vec v) {
+    if (STRIDE == 1) return _mm512_permute_ps(v, 0xb1);
+    if (STRIDE == 2) return _mm512_permute_ps(v, 0x4e);
+    return STRIDE == 4 ? _mm512_shuffle_f32x4(v, v, 0xb1) : _mm512_shuffle_f32x4(v, v, 0x4e);
+}
 
 #elif defined(__AVX2__)
 
@@ -86,6 +93,11 @@ inline void max_of_each(const Vec (&v)[4], float *to) {
     for (int i = 0; i < 4; i++) to[i] = max_of(v[i]);
 }
 inline Vec shift_up_23(Vec v) { return as_floats(_mm256_slli_epi32(_mm256_castps_si256(v), 23)); }
+template <int STRIDE>
+Vec swap_lanes(Vec v) {
+    if (STRIDE == 1) return _mm256_permute_ps(v, 0xb1);
+    return STRIDE == 2 ? _mm256_permute_ps(v, 0x4e) : _mm256_permute2f128_ps(v, v, 1);
+}
 
 #else
 
@@ -128,6 +140,10 @@ inline void max_of_each(const Vec (&v)[4], float *to) {
     for (int i = 0; i < 4; i++) to[i] = max_of(v[i]);
 }
 inline Vec shift_up_23(Vec v) { return (Vec)((Units)v << 23); }
+template <int STRIDE>
+Vec swap_lanes(Vec v) {
+    return Vec{v[STRIDE], v[1 ^ STRIDE], v[2 ^ STRIDE], v[3 ^ STRIDE]};
+}
 
 #endif
 

@@ -53,6 +53,17 @@ def test_min_tokens_come_first():
     assert reasons == [None, None, "stop"]
 
 
+def test_what_comes_behind_a_refresh_is_dropped():
+    """It was drawn from pages that are to be computed anew."""
+    request = sequence(max_total=7)
+    request.halts_at = 4
+    output = take_row(request, RowResult(0, [3, 4, 5]), None, 0.0)
+    assert (output.token_ids, output.finish_reason, request.token_ids) == ([3, 4], None, [1, 2, 3, 4])
+    request.halts_at = 7
+    output = take_row(request, RowResult(0, [5, 6, 7, 8]), None, 0.0)
+    assert (output.token_ids, output.finish_reason) == ([5, 6, 7], "length")
+
+
 def test_length_ends_at_max_total():
     request = sequence(max_total=4)
     assert take_row(request, RowResult(0, [3]), None, 0.0).finish_reason is None

@@ -2,7 +2,7 @@
 
 Prompts come from a two-token alphabet over a few common stems, pools are small and pages tiny, so that hits, copies,
 evictions and preemptions happen all the time. The fake model's answer depends on every page it reads. Half of the days
-have layers with sliding windows, whose pools are often as small as they may be.
+have layers with sliding windows, whose pools are often as small as they may be. On others sequences are refreshed.
 """
 
 import random
@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from fakes import Harness, sequential, sequential_scores
+from fakes import Harness, sequential_scores
 
 from engine.core.kv.match import Match
 from engine.errors import ContextLengthExceeded
@@ -56,14 +56,33 @@ class SeenInWindows:
     """Admissions refused while blocks were left."""
 
 
+@dataclass
+class SeenInRefreshes:
+    """The same of days with refreshes."""
+
+    refreshes: int = 0
+    turns: int = 0
+    """Waits for another's refresh."""
+    refreshes_preempted: int = 0
+    """Amid their refresh."""
+    refreshes_aborted: int = 0
+    recomputed: int = 0
+    """Sequences that were refreshed and preempted later, which the rule brings back."""
+    preempted_when_due: int = 0
+    """The token that made them due was still in flight."""
+    ended_when_due: int = 0
+
+
 class Day:
     """One engine with random settings, and a random course of events."""
 
-    def __init__(self, seed: int, windowed: bool) -> None:
+    def __init__(self, seed: int, windowed: bool, refreshed: bool = False) -> None:
         self.random = random.Random(seed)
         r = self.random
         num_blocks, block_size = r.choice([8, 12, 20, 20, 40]), r.choice([2, 4, 4, 8])
         num_seqs, budget = r.choice([1, 3, 8, 8, 16]), r.choice([1, 3, 7, 8, 16, 64, 10_000])
+        if refreshed:  # small steps, so that refreshes take several
+            budget = r.choice([1, 3, 7, 8, 8, 64])
         self.harness = Harness(
             num_blocks=num_blocks * 2 if windowed else num_blocks,
             block_size=block_size,
@@ -74,7 +93,9 @@ class Day:
             prefix_caching=r.random() < 0.85,
             depth=r.choice([1, 1, 2, 2, 3]),
             max_passed_over=r.choice([0, 2, 64]),
+            refresh_interval=r.choice([1, 3, 8, 12, 20]) if refreshed else None,
         )
+        self.interval = self.harness.scheduler.limits.kv_refresh_interval
         self.alphabet = r.choice([2, 2, 3, 10])
         self.stems = [self.tokens(r.randrange(1, 40)) for _ in range(r.choice([1, 2, 5]))]
         self.watch_for_shortage()
@@ -83,7 +104,7 @@ class Day:
         """Aborted, or failing by the executor: they get the beginning of their answer."""
         self.failing: dict[str, int] = {}
         self.harness.executor.row_error = self.row_error
-        self.seen, self.seen_in_windows = Seen(), SeenInWindows()
+        self.seen, self.seen_in_windows, self.seen_in_refreshes = Seen(), SeenInWindows(), SeenInRefreshes()
         self.count = 0
 
     def watch_for_shortage(self) -> None:
@@ -93,6 +114,7 @@ class Day:
 
         def counting_preempt(victim: Request, beneficiary: Request) -> None:
             self.seen_in_windows.short_of_extents += kv.num_available > 0
+            self.watch_refreshes(victim)
             preempt(victim, beneficiary)
 
         def counting_match(request: Request) -> Match | None:
@@ -102,6 +124,14 @@ class Day:
             return match
 
         scheduler._preempt, kv.fitting_match = counting_preempt, counting_match
+
+    def watch_refreshes(self, victim: Request) -> None:
+        """Counts what a preemption means for its victim's refreshes."""
+        seen = self.seen_in_refreshes
+        amid = self.harness.scheduler.refreshes.current is victim
+        seen.refreshes_preempted += amid
+        seen.recomputed += victim.num_refreshed > 0 and not amid
+        seen.preempted_when_due += victim.num_in_flight > 0 and victim.num_tokens == victim.halts_at < victim.max_total
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(self.alphabet) for _ in range(count)]
@@ -166,9 +196,19 @@ class Day:
 
     def abort(self) -> None:
         request_id = self.random.choice(sorted(self.open))
+        current = self.harness.scheduler.refreshes.current
+        self.seen_in_refreshes.refreshes_aborted += current is not None and current.request_id == request_id
         self.harness.core.abort([request_id, "never heard of"], self.random.choice(["abort", "stop"]))
         self.open.discard(request_id)
         self.cut.add(request_id)
+        self.harness.core.check()
+
+    def preempt(self) -> None:
+        """Somebody, as if pages had run out; rather whoever is being refreshed, which hardly ever happens by itself."""
+        scheduler = self.harness.scheduler
+        current = scheduler.refreshes.current
+        victim = current if current and self.random.random() < 0.5 else self.random.choice(scheduler.running.items)
+        scheduler._preempt(victim, victim)
         self.harness.core.check()
 
     def live(self) -> None:
@@ -179,9 +219,13 @@ class Day:
                 self.arrive()
             elif self.open and r.random() < 0.03:
                 self.abort()
+            elif self.interval and harness.scheduler.running.items and r.random() < 0.03:
+                self.preempt()
             elif harness.core.has_work:
                 harness.now += 1.0
-                for output in harness.step():
+                outputs = harness.step()
+                assert harness.core.stats().scheduled_tokens <= harness.scheduler.limits.max_num_batched_tokens
+                for output in outputs:
                     if output.finish_reason is not None:
                         self.open.discard(output.request_id)
         assert not self.open
@@ -192,9 +236,7 @@ class Day:
         harness, seen = self.harness, self.seen
         for request_id, request in harness.asked.items():
             result = harness.results[request_id]
-            tokens, reason = sequential(
-                request.prompt_token_ids, request.params, request.index, harness.scheduler.window
-            )
+            tokens, reason = harness.expected(request_id)
             if request_id in self.cut:
                 seen.aborted += 1
             elif result.finish_reason == "error":
@@ -225,6 +267,7 @@ class Day:
         seen.overlapped += harness.executor.max_unfinished > 1
         seen.overtaken += events["wait", "no_pages"]
         self.judge_windows()
+        self.judge_refreshes(events)
 
     def judge_windows(self) -> None:
         seen, harness = self.seen_in_windows, self.harness
@@ -235,6 +278,19 @@ class Day:
             windows = [pool.window for pool in harness.kv.windows]
             seen.window_hits += bool(windows) and event["kind"] == "hit" and event["tokens"] > max(windows)
         seen.window_evictions += evicted
+
+    def judge_refreshes(self, events: Counter[tuple[str, str]]) -> None:
+        seen, harness, stats = self.seen_in_refreshes, self.harness, self.harness.core.stats()
+        seen.refreshes += stats.refreshes_total
+        seen.turns += events["wait", "refresh"]
+        assert stats.prefix_queries_total <= sum(len(request.prompt_token_ids) for request in harness.asked.values())
+        assert stats.recomputed_tokens_total == 0 or stats.preemptions_total
+        if self.interval is None:
+            assert stats.refreshes_total == stats.refreshed_tokens_total == events["refresh", "interval"] == 0
+            return
+        lengths = [len(result.token_ids) for result in harness.results.values() if result.token_ids]
+        assert stats.refreshes_total >= sum((length - 1) // self.interval for length in lengths)
+        seen.ended_when_due += sum(length % self.interval == 0 for length in lengths)
 
 
 def windows(r: random.Random, block_size: int, budget: int) -> list[tuple[int, int]]:
@@ -247,29 +303,41 @@ def windows(r: random.Random, block_size: int, budget: int) -> list[tuple[int, i
     return chosen
 
 
-def simulate(days: range, windowed: bool = False) -> tuple[Seen, SeenInWindows]:
+def simulate(
+    days: range, windowed: bool = False, refreshed: bool = False
+) -> tuple[Seen, SeenInWindows, SeenInRefreshes]:
     total = Counter()
     for seed in days:
-        day = Day(seed, windowed)
+        day = Day(seed, windowed, refreshed)
         try:
             day.live()
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
-        total.update(vars(day.seen) | vars(day.seen_in_windows))
-    return Seen(**{name: total[name] for name in vars(Seen())}), SeenInWindows(
-        **{name: total[name] for name in vars(SeenInWindows())}
-    )
+        total.update(vars(day.seen) | vars(day.seen_in_windows) | vars(day.seen_in_refreshes))
+    kinds = Seen, SeenInWindows, SeenInRefreshes
+    seen, in_windows, in_refreshes = (kind(**{name: total[name] for name in vars(kind())}) for kind in kinds)
+    return seen, in_windows, in_refreshes
 
 
 def test_500_requests_get_what_they_would_get_alone():
-    seen, _ = simulate(range(152, 152 + 500 // REQUESTS_PER_DAY))
+    seen, *_ = simulate(range(152, 152 + 500 // REQUESTS_PER_DAY))
     assert all(vars(seen).values()), seen
 
 
 def test_500_requests_with_windows_get_what_they_would_get_alone():
-    seen = simulate(range(185, 185 + 500 // REQUESTS_PER_DAY), windowed=True)
+    *seen, _ = simulate(range(185, 185 + 500 // REQUESTS_PER_DAY), windowed=True)
     assert all(all(vars(part).values()) for part in seen), seen
+
+
+def test_500_requests_with_refreshes_get_what_they_would_get_alone():
+    seen, _, in_refreshes = simulate(range(308, 308 + 500 // REQUESTS_PER_DAY), refreshed=True)
+    assert all(all(vars(part).values()) for part in (seen, in_refreshes)), (seen, in_refreshes)
+
+
+def test_500_requests_with_windows_and_refreshes_get_what_they_would_get_alone():
+    seen = simulate(range(107, 107 + 500 // REQUESTS_PER_DAY), windowed=True, refreshed=True)
+    assert all(vars(seen[-1]).values()), seen
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -288,7 +356,9 @@ def test_nobody_is_admitted_only_to_be_thrown_out(windowed: bool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("windowed", [False, True])
-def test_10_000_requests_get_what_they_would_get_alone(windowed: bool):
-    seen, seen_in_windows = simulate(range(1000, 1000 + 10_000 // REQUESTS_PER_DAY), windowed)
+@pytest.mark.parametrize("refreshed", [False, True])
+def test_10_000_requests_get_what_they_would_get_alone(windowed: bool, refreshed: bool):
+    seen, in_windows, in_refreshes = simulate(range(1000, 1000 + 10_000 // REQUESTS_PER_DAY), windowed, refreshed)
     assert all(vars(seen).values()), seen
-    assert not windowed or all(vars(seen_in_windows).values()), seen_in_windows
+    assert not windowed or all(vars(in_windows).values()), in_windows
+    assert not refreshed or all(vars(in_refreshes).values()), in_refreshes

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -311,6 +312,8 @@ def test_rope_scaling_keys(tmp_path: Path) -> None:
     assert yarn.attention_factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
     tuned = rope_of(type=gguf.RopeScalingType.YARN, factor=4.0, orig_ctx_len=128, attn_factors=0.5, yarn_beta_fast=16.0)
     assert tuned.attention_factor == pytest.approx(0.5 * yarn.attention_factor) and tuned.beta_fast == 16.0
+    with pytest.raises(StartupError, match=r"llama\.rope\.scaling\.type must be one of default, linear, .*'divisors'"):
+        rope_of(type=SimpleNamespace(value="divisors"))
     with pytest.raises(StartupError, match="rope_parameters: short_factor is missing; it must be 8 positive numbers"):
         rope_of(type=gguf.RopeScalingType.LONGROPE)
     with pytest.raises(StartupError, match=r"rope_factors_short\.weight is missing, cut short or not stored as 32-bit"):
@@ -356,7 +359,7 @@ def test_type_that_is_not_read(tmp_path: Path) -> None:
 def test_file_cut_short(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", build(tmp_path / "hf"), Kind.F32)
     path.write_bytes(path.read_bytes()[:-100])
-    assert "is incomplete: it ends before" in refusal(path)
+    assert "is incomplete: it ends at byte" in refusal(path)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,10 +159,19 @@ def test_wrong_shape(tmp_path: Path) -> None:
     assert f"{Q} has shape [32, 64], the configuration asks for [64, 64]" in refusal(folder)
 
 
-def test_integer_weight(tmp_path: Path) -> None:
-    folder = build(tmp_path)
-    edit(folder, lambda tensors: tensors.update({Q: torch.ones(64, 64, dtype=torch.int8)}))
-    assert f"{Q} is stored as torch.int8" in refusal(folder)
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64")]
+)
+def test_weights_of_other_numbers(
+    dtype: torch.dtype, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build(tmp_path, VARIANTS["attention-bias"])
+    monkeypatch.setattr(SafetensorsSource, "read", lambda self, name: pytest.fail(f"{name} was read"))
+    for name in (Q, "model.layers.1.self_attn.o_proj.bias"):
+        whole = load_file(folder / "model.safetensors")
+        edit(folder, lambda tensors, name=name: tensors.update({name: tensors[name].to(dtype)}))
+        assert f"{name} is stored as {kind}; bf16, fp16 and fp32 are read" in refusal(folder)
+        save_file(whole, folder / "model.safetensors")
 
 
 def test_nothing_is_read_before_everything_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,11 +227,34 @@ def test_index_that_names_a_weight_its_file_lacks(tmp_path: Path) -> None:
     assert f"says that {Q} is in" in refusal(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": null}'])
-def test_damaged_index(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "cannot be read as JSON: "),
+        ("[" * 10**5, "cannot be read as JSON: it is nested too deeply"),
+        ("[]", "must hold a JSON object, got list"),
+        ("{}", "weight_map is missing; it must be a file name for each weight"),
+        ('{"weight_map": 3}', "weight_map must be a file name for each weight, got 3"),
+        ('{"weight_map": []}', "weight_map must be a file name for each weight, got []"),
+        ('{"weight_map": {}}', "weight_map must be a file name for each weight, got {}"),
+    ],
+)
+def test_damaged_index(text: str, words: str, tmp_path: Path) -> None:
     folder = build(tmp_path)
     (folder / INDEX).write_text(text)
-    assert f"{INDEX} is damaged" in refusal(folder)
+    message = refusal(folder)
+    assert INDEX in message and words in message
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["/etc/passwd", "../x", "a/b.safetensors", "..", "", "a\\b.safetensors", "x.bin", 5, None, "\ud800.safetensors"],
+)
+def test_an_index_names_files_beside_it(file: Any, tmp_path: Path) -> None:
+    folder = build(tmp_path)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {Q: file}}))
+    expected = f"weight_map: the file of '{Q}' must be the name of a *.safetensors file beside it, got {file!r}."
+    assert refusal(folder).endswith(expected)
 
 
 def test_the_same_weight_in_two_files(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
-"""The pool's memory."""
+"""The pool's memory, and what is written into it."""
 
 import pytest
 import torch
+from paged import plain_attention
 
 from configs.errors import StartupError
-from engine.runner.kv_store.plain import HUGE_PAGE, allocate_pool
+from configs.kv import KVFormat, KVLayout, LayerKV
+from engine.model.interface import ForwardBatch
+from engine.runner.attention.paged import PagedAttention
+from engine.runner.kv_store import HUGE_PAGE, PagedStore, allocate_pool
 
 CPU = torch.device("cpu")
 
@@ -31,3 +35,33 @@ def test_a_pool_that_cannot_be_had_names_the_flags():
 def test_elsewhere_torch_allocates_it_there():
     pool = allocate_pool(7, 4096, torch.device("meta"))
     assert pool.shape == (7, 4096) and pool.dtype == torch.uint8 and pool.is_meta and pool.is_contiguous()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_store_writes_each_layer_in_its_formats(window: int | None):
+    """Layers of two KV groups, one of them with scales that are given."""
+    layers = (
+        LayerKV(2, 32, KVFormat.INT8, value_format=KVFormat.INT4, window=window),
+        LayerKV(2, 32, KVFormat.FP8_E4M3, static=True),
+    )
+    layout, channels = KVLayout.of(layers, 8), torch.rand(2, 2, 32) + 0.1
+    pools = [allocate_pool(3, group.spec.block_bytes, CPU) for group in layout.groups]
+    attention = PagedAttention(PagedStore(pools, layout, [(None, None), (channels[0], channels[1])]), layout)
+    rows, groups = torch.arange(20), len(pools)
+    ends, lengths = torch.tensor([0, 20], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    tables = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    slots = tables[0].long()[rows // 8] * 8 + rows % 8
+    batch = ForwardBatch(rows, rows, (slots,) * groups, ends, lengths, (tables,) * groups, rows)
+    q, k, v = torch.randn(20, 4, 32), torch.randn(20, 2, 32), torch.randn(20, 2, 32)
+    for layer, bound in ((0, 0.25), (1, 0.15)):
+        out = attention.forward(layer, q, k, v, batch, 0.2)
+        exact = plain_attention(q, k, v, 0.2, layers[layer].window)
+        assert 1e-3 < (out - exact).norm() / exact.norm() < bound
+    with pytest.raises(AssertionError):
+        PagedStore(pools, layout)
+
+
+def test_layers_without_scales_need_none():
+    layout = KVLayout.of((LayerKV(2, 32, KVFormat.INT8),) * 3, 8)
+    pools = [allocate_pool(3, group.spec.block_bytes, CPU) for group in layout.groups]
+    assert [pages.channels for pages in PagedStore(pools, layout).pages] == [(None, None)] * 3

@@ -84,7 +84,7 @@ def test_position_tables_have_the_same_bits_everywhere(tmp_path: Path, monkeypat
 def test_what_serves_a_gpu_gives_the_same_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_models.build(tmp_path, VARIANTS[name])
     expected = Engine(Loaded.load(folder, torch.float32, 128), chunk=64).run(PROMPTS, GREEDY)
-    monkeypatch.setattr(ops, "_serve", lambda op, tensor: getattr(reference, op))
+    monkeypatch.setattr(ops, "_serve", lambda op, tensor, formats=None: getattr(reference, op))
     monkeypatch.setattr(attention, "attend_alone", attention.attend_together)
     loaded = Loaded.load(folder, torch.float32, 128)
     engine, link = Engine(loaded, chunk=64), CopyLink()

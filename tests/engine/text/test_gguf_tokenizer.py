@@ -297,7 +297,11 @@ def test_several_ends(tmp_path: Path) -> None:
         ("rwkv", {}, "the tokenizer kind 'rwkv' is not supported; supported: gpt2, llama"),
         ("gpt2", {"pre": "gpt-2", "eos_token_id": 0}, "the tokenizer in it cannot be read: 'tokenizer.ggml.merges'"),
         ("gpt2", {"pre": "gpt-2", "merges": ["x y"]}, "cannot be read"),
-        ("llama", {"scores": [0.0], "eos_token_id": 99}, "cannot be read"),
+        ("llama", {"scores": [0.0]}, "cannot be read"),
+        ("llama", {"eos_token_id": 99}, "m.gguf: tokenizer.ggml.eos_token_id must be at most 2, got 99."),
+        ("llama", {"unknown_token_id": 3}, "m.gguf: tokenizer.ggml.unknown_token_id must be at most 2, got 3."),
+        ("gpt2", {"eot_token_id": 2**32 - 1}, "tokenizer.ggml.eot_token_id must be at most 2, got 4294967295."),
+        ("gpt2", {"fim_pre_token_id": [1]}, "fim_pre_token_id must be an integer of at least 0, got [1]."),
         ("gpt2", {"pre": "gpt-2", "merges": ["a b"]}, "names no end-of-sequence token"),
     ],
 )

@@ -242,11 +242,26 @@ def test_end_of_sequence_ids(tmp_path: Path) -> None:
     assert load(tmp_path).eos_token_ids == (EOS,)
 
 
-@pytest.mark.parametrize("value", ['"</s>"', "-1", "[2, true]", "1.5"])
-def test_senseless_end_of_sequence_ids(tmp_path: Path, value: str) -> None:
+@pytest.mark.parametrize("value", ["</s>", -1, [2, True], 1.5, 2**70, ["a"], [None], [257, [3]], 400, {}])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_senseless_end_of_sequence_ids(tmp_path: Path, file: str, value: Any) -> None:
+    """Also where the other file's hold instead."""
     save_byte_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(f'{{"eos_token_id": {value}}}')
-    with pytest.raises(StartupError, match=r"eos_token_id in config\.json must be a token id or a list of them, got"):
+    ids = {"config.json": {"vocab_size": 400, "eos_token_id": 3}, "generation_config.json": {"eos_token_id": 4}}
+    for name, values in ids.items():
+        (tmp_path / name).write_text(json.dumps(values | ({"eos_token_id": value} if name == file else {})))
+    with pytest.raises(StartupError) as caught:
+        load(tmp_path)
+    wanted = "a token id or a list of them (ids of this vocabulary are 0 to 399)"
+    assert str(caught.value) == f"--model: {tmp_path / file}: eos_token_id must be {wanted}, got {value!r}."
+
+
+def test_ids_beyond_the_tokenizer_where_nobody_says_how_many_the_model_has(tmp_path: Path) -> None:
+    save_byte_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": BYTES.vocab_size - 1}))
+    assert load(tmp_path).eos_token_ids == (BYTES.vocab_size - 1, EOS)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": BYTES.vocab_size}))
+    with pytest.raises(StartupError, match=rf"0 to {BYTES.vocab_size - 1}\), got {BYTES.vocab_size}\."):
         load(tmp_path)
 
 
@@ -293,7 +308,10 @@ def test_where_the_chat_template_stands(
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("{"), "tokenizer_config.json cannot be read"),
-        (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "does not hold a JSON object"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "must hold a JSON object, got list"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("[" * 10**5), "JSON: it is nested too deeply"),
+        (lambda folder: (folder / "generation_config.json").write_text("[" * 10**5), "JSON: it is nested too deeply"),
+        (lambda folder: (folder / "tokenizer.json").write_text("[" * 10**5), "tokenizer.json cannot be read"),
         (lambda folder: (folder / "tokenizer_config.json").unlink(), "names no end-of-sequence token"),
         (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja cannot be read"),
     ],

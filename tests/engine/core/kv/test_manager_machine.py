@@ -1,8 +1,9 @@
 """The KV manager under random use, against memory that remembers what was written where.
 
-Each slot of `memory` holds the whole context (root and tokens) it was written for. Whatever the manager shares, copies,
-evicts or hands out again, every table must read back its own sequence, and every node of the tree what it claims. In
-windowed groups that goes for what rows can see, and for extents that are there; what is free forgets its contents.
+Each slot of `memory` holds the whole context (root and tokens) it was written for, and for which refresh if for one.
+Whatever the manager shares, copies, evicts or hands out again, every table must read back its own sequence, and every
+node of the tree what it claims. In windowed groups that goes for what rows can see, and for extents that are there;
+what is free forgets its contents.
 """
 
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,8 @@ from engine.sampling_params import SamplingParams
 MAX_TOKENS = 40
 MAX_CHUNK = 9
 
-Context = tuple[RootKey, tuple[int, ...]]
+Context = tuple[RootKey | tuple[str, int], tuple[int, ...]]
+"""(root, or the sequence and how much of it was refreshed; tokens)"""
 
 
 @dataclass
@@ -96,9 +98,9 @@ class KVMachine(RuleBasedStateMachine):
         step.held_before = {place for request in self.running for place in self.places(request)}
         self.kv.open_step(step.number)
         for request in list(self.running):
-            action = data.draw(st.sampled_from(["advance", "advance", "catch up", "rest", "preempt"]))
-            if action == "preempt":
-                self.preempt(request)
+            action = data.draw(st.sampled_from(["advance", "advance", "catch up", "rest", "preempt", "refresh"]))
+            if action in ("preempt", "refresh"):
+                self.preempt(request, refresh=action == "refresh")
             elif action != "rest":
                 if action == "catch up" and request.last_step <= self.kv.finished_step:
                     self.kv.extend_match(request)
@@ -183,11 +185,13 @@ class KVMachine(RuleBasedStateMachine):
         request.num_computed, request.last_step = end, step.number
         self.kv.publish(request, end, step.number)
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: Request, refresh: bool) -> None:
         self.running.remove(request)
         self.waiting.append(request)
         request.num_preemptions += 1
         self.kv.free(request)
+        if refresh:
+            request.num_refreshed = max(1, len(request.token_ids) - 1)
 
     def execute(self, step: Step, copies: list[tuple[int, int, int]]) -> None:
         """Copies, then all rows' writes; then every row reads all that it can see."""
@@ -291,7 +295,10 @@ class KVMachine(RuleBasedStateMachine):
 
 
 def context(request: Request, position: int) -> Context:
-    return RootKey(request.salt, request.adapter), tuple(request.token_ids[: position + 1])
+    root = RootKey(request.salt, request.adapter)
+    if request.num_refreshed:
+        root = (request.request_id, request.num_refreshed)
+    return root, tuple(request.token_ids[: position + 1])
 
 
 TestKVManager = KVMachine.TestCase

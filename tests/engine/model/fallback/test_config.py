@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from own_code import own_model
 from tiny_models import FALLBACKS, build, quiet
 
 from configs.kv import KVFormat
@@ -172,6 +173,92 @@ def test_code_of_its_own_is_not_run_unasked(tmp_path: Path) -> None:
     folder = change(config_of(tmp_path, "olmo2"), model_type="own", auto_map=own, architectures=["OwnForCausalLM"])
     (tmp_path / "own.py").write_text("raise SystemExit('it was run')")
     assert "--trust-remote-code" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("mixtral", {"num_local_experts": 0}, "num_experts_per_tok must be at most num_local_experts (0), got 2"),
+        ("mixtral", {"num_local_experts": -1}, "num_local_experts must be an integer of at least 0, got -1"),
+        ("gpt_oss", {"num_experts_per_tok": -1}, "num_experts_per_tok must be an integer of at least 1, got -1"),
+        ("gpt_oss", {"num_experts_per_tok": 0}, "num_experts_per_tok must be an integer of at least 1, got 0"),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "num_experts_per_tok must be at most num_local_experts (4), got 5"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0, got 0"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be at least 0, got -1"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be at least 0, got -1.0"),
+        ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping must be above 0, got 0.0"),
+        ("granite_swa", {"attention_multiplier": 0}, "attention_multiplier must be above 0, got 0"),
+        ("granite_swa", {"attention_multiplier": -1}, "attention_multiplier must be at least 0, got -1"),
+        ("gpt2", {"n_positions": 1}, "n_positions must be an integer of at least 2, got 1"),
+        ("olmo2", {"max_position_embeddings": 1}, "max_position_embeddings must be an integer of at least 2, got 1"),
+    ],
+)
+def test_numbers_that_no_layer_can_work_with(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """Named with their key, where the library would fail in the middle of its code."""
+    folder = build(tmp_path, FALLBACKS[name])
+    read(folder)
+    with pytest.raises(StartupError) as caught:
+        read_config(change(folder, **changes), trust_remote_code=False)
+    assert str(caught.value) == f"--model: {folder / 'config.json'}: {words}."
+
+
+def test_defaults_of_the_class_count_too(tmp_path: Path) -> None:
+    """Of a key that config.json leaves out; and layers without experts choose none."""
+    folder = config_of(tmp_path, "mixtral", num_local_experts=1, num_experts_per_tok=1)
+    values = json.loads((folder / "config.json").read_text())
+    del values["num_experts_per_tok"]
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(StartupError, match=r"num_experts_per_tok must be at most num_local_experts \(1\), got 2"):
+        read_config(folder, trust_remote_code=False)
+    kinds = {"layer_types": ["attention", "attention"], "num_local_experts": 0, "num_experts_per_tok": 0}
+    assert read(config_of(tmp_path / "dense", "granitemoehybrid", **kinds)).num_parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("scaling", "softcap", "words"),
+    [
+        ("0", "None", "scores of attention multiplied by 0"),
+        ("-0.5", "None", "scores of attention multiplied by -0.5"),
+        ("float('nan')", "None", "scores of attention multiplied by nan"),
+        ("(-1) ** -0.5", "None", "scores of attention multiplied by (6.1"),
+        ("0.5", "-2.0", "scores of attention capped at -2.0"),
+        ("0.5", "float('inf')", "scores of attention capped at inf"),
+    ],
+)
+def test_what_layers_ask_of_scores_is_looked_at(scaling: str, softcap: str, words: str, tmp_path: Path) -> None:
+    """Whatever the key that it comes from."""
+    folder = own_model(tmp_path)
+    code = (folder / "own.py").read_text()
+    asked = "scaling=q.shape[-1] ** -0.5"
+    assert asked in code
+    (folder / "own.py").write_text(code.replace(asked, f"scaling={scaling}, softcap={softcap}"))
+    with pytest.raises(StartupError) as caught:
+        read_config(folder, trust_remote_code=True)
+    assert f"it needs {words}" in str(caught.value) and "which must be a number above 0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("cohere2", {"attention_bias": "yes"}, "Field 'attention_bias' expected bool, got str (value: 'yes')"),
+        ("olmo2", {"hidden_act": 5}, "Field 'hidden_act' expected str, got int (value: 5)"),
+        ("gemma2", {"hidden_size": 66}, "The hidden size (66) is not a multiple of the number of attention heads (4)"),
+    ],
+)
+def test_what_the_library_says_of_a_value_is_passed_on(
+    kind: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    message = refusal(change(config_of(tmp_path, kind), **changes))
+    assert "cannot read its configuration (" in message and f"Error: {words})" in message
+
+
+@pytest.mark.parametrize(("key", "value"), [("factor", "x"), ("factor", 0), ("original_max_position_embeddings", [1])])
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_senseless_scalings(name: str, key: str, value: Any, tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    folder = change(config_of(tmp_path, "olmo2"), **{"rope_parameters": None, name: rope | {key: value}})
+    with pytest.raises(StartupError, match=rf"config\.json: {name}: {key} must be "):
+        read_config(folder, trust_remote_code=False)
 
 
 def test_senseless_sizes(tmp_path: Path) -> None:

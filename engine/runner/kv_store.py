@@ -1,4 +1,4 @@
-"""The KV pool, and K and V stored unquantised in the layer's own format."""
+"""The KV pools' memory, and what writes K and V into them."""
 
 import mmap
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import torch
 from configs.errors import StartupError
 from configs.kv import KVLayout
 from engine.model.interface import ForwardBatch
+from engine.runner.kv_scales import Channels
 from kernels import ops
 
 HUGE_PAGE = 2 * 1024 * 1024
@@ -49,15 +50,20 @@ def _anonymous(size: int) -> mmap.mmap:
     return memory
 
 
-class PlainStore:
-    """`KVStore` for fp32, bf16 and fp16."""
+class PagedStore:
+    """`KVStore` of all formats, over pools in a layout."""
 
-    def __init__(self, pools: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        """`pools`: one for each KV group."""
+    def __init__(
+        self, pools: Sequence[torch.Tensor], layout: KVLayout, channels: Sequence[Channels] | None = None
+    ) -> None:
+        """`pools`: one for each KV group; `channels`: one for each of the model's layers; None: no layer is static."""
         self.groups = tuple(group for group, _ in layout.places)
         """The KV group of each of the model's layers."""
         self.pages = tuple(
-            ops.LayerPages(pools[group], layout.groups[group].spec, index) for group, index in layout.places
+            ops.LayerPages(pools[group], layout.groups[group].spec, index, *of_layer)
+            for (group, index), of_layer in zip(
+                layout.places, channels or [(None, None)] * layout.num_layers, strict=True
+            )
         )
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:

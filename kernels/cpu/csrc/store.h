@@ -1,0 +1,172 @@
+// Writes K and V of new tokens into their pages. Numbers of the model that a format keeps as they are move straight into
+// their places; others become codes and scales first (kv_encode.h), a head of a token at a time.
+
+#pragma once
+
+#include <cstdlib>
+#include <type_traits>
+
+#include "kv_encode.h"
+#include "parallel.h"
+#include "rotation.h"
+
+// K or V of new tokens, and where they go. Offsets in bytes, of the layer inside a block.
+struct StoreHalf {
+    const void *x;  // [tokens, kv_heads, head_dim], dense inside a row
+    int64_t stride;  // numbers between rows
+    int64_t format;  // KvFormat
+    int64_t codes, scales, zeros;  // offsets; what the format has not is not looked at
+    const float *channels;  // [kv_heads, head_dim], what x is divided by; null: scales are not static
+    const float *signs;  // [head_dim]; null: not rotated
+};
+
+// The arguments of an entry.
+struct StoreCall {
+    StoreHalf k, v;
+    uint8_t *pool;  // [blocks, block_bytes]
+    int64_t block_bytes, block_size, kv_heads, head_dim;
+    const int64_t *slots;  // [tokens]; negative: skip
+    int64_t tokens;
+};
+
+namespace {
+
+using Bf16Bits = uint16_t;
+
+// A token's place.
+struct Slot {
+    uint8_t *block;
+    int64_t offset, block_size;
+};
+
+// Numbers of one head in a block, K: [count / PAIR, block_size, PAIR], V: [block_size / PAIR, count, PAIR].
+template <bool IS_K, int PAIR, class Number>
+void place(const Number *__restrict from, int64_t count, const Slot &slot, Number *__restrict head) {
+    if (IS_K) {
+        Number *to = head + slot.offset * PAIR;
+        for (int64_t d = 0; d < count; d += PAIR) memcpy(to + d * slot.block_size, from + d, sizeof(Number) * PAIR);
+    } else {
+        Number *to = head + slot.offset / PAIR * count * PAIR + slot.offset % PAIR;
+        for (int64_t d = 0; d < count; d++) to[d * PAIR] = from[d];
+    }
+}
+
+// Of K dims 2i and 2i + 1 share a byte, of V dims i and i + 16 of a group; the first lies low.
+template <bool IS_K>
+void place_int4(const uint8_t *codes, int64_t dims, const Slot &slot, uint8_t *head) {
+    constexpr int half = INT4_GROUP / 2;
+    if (IS_K) {
+        uint8_t *to = head + slot.offset;
+        for (int64_t i = 0; i < dims / 2; i++)
+            to[i * slot.block_size] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+    } else {
+        uint8_t *__restrict to = head + slot.offset * dims / 2;
+        for (int64_t group = 0; group < dims; group += INT4_GROUP)
+            for (int i = 0; i < half; i++)
+                to[group / 2 + i] = static_cast<uint8_t>(codes[group + i] | codes[group + half + i] << 4);
+    }
+}
+
+// Puts a scale or zero point, of group `index` counted over all heads.
+inline void put(uint16_t number, int64_t index, const Slot &slot, int64_t part) {
+    memcpy(slot.block + part + (index * slot.block_size + slot.offset) * 2, &number, 2);
+}
+
+// One worker's memory for a head: its numbers, and what they become.
+struct Row {
+    float *x;
+    void *numbers;
+
+    static int64_t bytes(int64_t dims) { return (dims * 8 + 63) / 64 * 64; }
+    static Row in(uint8_t *memory, int64_t dims) { return {reinterpret_cast<float *>(memory), memory + dims * 4}; }
+};
+
+inline void widen(const float *from, int64_t dims, float *to) { memcpy(to, from, dims * sizeof(float)); }
+inline void widen(const Bf16Bits *from, int64_t dims, float *__restrict to) {
+    for (int64_t i = 0; i < dims; i++) to[i] = of_bits(static_cast<int32_t>(static_cast<uint32_t>(from[i]) << 16));
+}
+
+template <bool IS_K>
+void store_quantised(const StoreCall &call, const StoreHalf &half, const Slot &slot, int64_t head, const Row &row) {
+    const int64_t dims = call.head_dim;
+    uint8_t *codes = static_cast<uint8_t *>(row.numbers), *to = slot.block + half.codes + head * dims * slot.block_size;
+    if (half.channels)
+        for (int64_t i = 0; i < dims; i++) row.x[i] /= half.channels[head * dims + i];
+    if (half.signs) rotate(row.x, half.signs, dims);
+    switch (static_cast<KvFormat>(half.format)) {
+        case KvFormat::FP8_E4M3:
+            if (half.channels) encode_unscaled<e4m3_of>(row.x, dims, codes);
+            else put(encode_scaled<e4m3_of>(row.x, dims, 448, codes), head, slot, half.scales);
+            break;
+        case KvFormat::INT8:
+            if (half.channels) encode_unscaled<int8_of>(row.x, dims, codes);
+            else put(encode_scaled<int8_of>(row.x, dims, 127, codes), head, slot, half.scales);
+            break;
+        case KvFormat::INT4:
+            for (int64_t group = 0; group < dims / INT4_GROUP; group++) {
+                const Int4Scale found = encode_int4(row.x + group * INT4_GROUP, codes + group * INT4_GROUP);
+                put(found.scale, head * (dims / INT4_GROUP) + group, slot, half.scales);
+                put(found.zero, head * (dims / INT4_GROUP) + group, slot, half.zeros);
+            }
+            return place_int4<IS_K>(codes, dims, slot, slot.block + half.codes + head * dims / 2 * slot.block_size);
+        default:
+            encode_unscaled<e5m2_of>(row.x, dims, codes);
+    }
+    place<IS_K, 1>(codes, dims, slot, to);
+}
+
+template <class Model, bool IS_K>
+void store_head(const StoreCall &call, const StoreHalf &half, const Slot &slot, int64_t head, const Model *x,
+                const Row &row) {
+    constexpr bool WIDE = std::is_same<Model, float>::value;
+    const int64_t dims = call.head_dim, at = head * dims * slot.block_size;
+    uint8_t *codes = slot.block + half.codes;
+    const KvFormat format = static_cast<KvFormat>(half.format);
+    if (format == (WIDE ? KvFormat::FP32 : KvFormat::BF16))
+        return place<IS_K, WIDE ? 1 : 2>(x, dims, slot, reinterpret_cast<Model *>(codes) + at);
+    widen(x, dims, row.x);
+    if (format == KvFormat::FP32) return place<IS_K, 1>(row.x, dims, slot, reinterpret_cast<float *>(codes) + at);
+    if (format != KvFormat::BF16 && format != KvFormat::FP16) return store_quantised<IS_K>(call, half, slot, head, row);
+    uint16_t *numbers = static_cast<uint16_t *>(row.numbers);
+    for (int64_t i = 0; i < dims; i++) numbers[i] = format == KvFormat::BF16 ? to_bf16(row.x[i]) : fp16_of(row.x[i]);
+    place<IS_K, 2>(numbers, dims, slot, reinterpret_cast<uint16_t *>(codes) + at);
+}
+
+template <class Model>
+void store_token(const StoreCall &call, int64_t token, const Row &row) {
+    if (call.slots[token] < 0) return;
+    const Slot slot = {call.pool + call.slots[token] / call.block_size * call.block_bytes,
+                       call.slots[token] % call.block_size, call.block_size};
+    const Model *k = static_cast<const Model *>(call.k.x) + token * call.k.stride;
+    const Model *v = static_cast<const Model *>(call.v.x) + token * call.v.stride;
+    for (int64_t head = 0; head < call.kv_heads; head++) {
+        store_head<Model, true>(call, call.k, slot, head, k + head * call.head_dim, row);
+        store_head<Model, false>(call, call.v, slot, head, v + head * call.head_dim, row);
+    }
+}
+
+// Returns 1 where there is no memory.
+template <class Model>
+int32_t store_kv(const StoreCall &call) {
+    constexpr int64_t NUMBERS_PER_THREAD = 1 << 15;  // fewer are not worth waking a thread
+    const int64_t wanted = call.tokens * call.kv_heads * call.head_dim / NUMBERS_PER_THREAD + 1;
+    const int threads = static_cast<int>(wanted < octavo_threads() ? wanted : octavo_threads());
+    const int64_t row_bytes = Row::bytes(call.head_dim);
+    uint8_t *memory = static_cast<uint8_t *>(malloc(threads * row_bytes));
+    if (!memory) return 1;
+    auto body = [&](int thread) {
+        const Row row = Row::in(memory + thread * row_bytes, call.head_dim);
+        const int64_t end = call.tokens * (thread + 1) / threads;
+        for (int64_t token = call.tokens * thread / threads; token < end; token++)
+            store_token<Model>(call, token, row);
+    };
+    on_threads(threads, body);
+    free(memory);
+    return 0;
+}
+
+}  // namespace
+
+#define STORE_ENTRIES(ISA)                                                                                      \
+    extern "C" int32_t octavo_store_kv_fp32_##ISA(const StoreCall *call) { return store_kv<float>(*call); }     \
+    extern "C" int32_t octavo_store_kv_bf16_##ISA(const StoreCall *call) { return store_kv<Bf16Bits>(*call); }

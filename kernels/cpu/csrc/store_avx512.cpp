@@ -1,0 +1,3 @@
+#include "store.h"
+
+STORE_ENTRIES(avx512)

@@ -1,0 +1,99 @@
+"""Formats that give nonsense with a model are refused at start, with what to take instead (A30)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TinyModel, build, build_outlier
+
+from configs.kv import LayerKV
+from configs.settings import Settings
+from engine import LLM, SamplingParams
+from engine.cache_trial import try_cache
+from engine.calibration import calibrate
+from engine.device import Device
+from engine.errors import StartupError
+from engine.model.registry import load_model, read_config
+from engine.served_model import SAMPLE_TOKENS
+from engine.text.sample import SAMPLE
+
+IDS = list(SAMPLE.encode()[:SAMPLE_TOKENS])
+SMALL = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 32, "max_num_seqs": 4, "num_threads": 1}
+
+
+def trial(folder: Path, **flags: object) -> str:
+    settings = Settings.create({**SMALL, **flags})
+    config = read_config(folder, trust_remote_code=False)
+    model = load_model(folder, config, torch.float32, 512, lambda fraction: None)
+    return try_cache(settings, config, model, Device.find(settings), IDS, None)
+
+
+def refusal(folder: Path, **flags: object) -> str:
+    with pytest.raises(StartupError) as caught:
+        trial(folder, **flags)
+    message = str(caught.value)
+    assert message.endswith(".") and "\n" not in message
+    return message
+
+
+def test_the_models_own_format_is_not_tried(tmp_path: Path) -> None:
+    assert trial(build(tmp_path)) == trial(tmp_path, kv_cache_dtype="fp32") == ""
+
+
+def test_the_measure_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build(tmp_path)
+    assert "nats from the plain cache's answers" in trial(tmp_path, kv_cache_dtype="int8")
+    assert not caplog.records
+    trial(build_outlier(tmp_path / "outlier", 100), kv_cache_dtype="int4")
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("--kv-cache-dtype int4 changes this model's answers: 0.")
+
+
+def test_a30_rotation_saves_keys_with_an_outlier_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_outlier(tmp_path, 100)
+    assert trial(tmp_path, kv_cache_dtype="int4")
+    monkeypatch.setattr(LayerKV, "is_rotated", lambda layer, format: False)
+    assert refusal(tmp_path, kv_cache_dtype="int4").startswith("--kv-cache-dtype int4 gives nonsense with this model")
+
+
+def test_a30_nonsense_is_refused_and_what_is_advised_works(tmp_path: Path) -> None:
+    message = refusal(build_outlier(tmp_path, 300), kv_cache_dtype="int4")
+    assert "of 256 (at most 0.25 nats are taken). Use --kv-cache-dtype int8 --kv-cache-dtype-v int4: 0.0" in message
+    assert trial(tmp_path, kv_cache_dtype="int8", kv_cache_dtype_v="int4")
+    assert "--kv-cache-dtype int4 --kv-cache-dtype-v int8 gives" in refusal(
+        tmp_path, kv_cache_dtype="int4", kv_cache_dtype_v="int8"
+    )
+
+
+def test_a30_where_nothing_smaller_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_outlier(tmp_path, 300)
+    monkeypatch.setattr("engine.runner.fidelity.MAX_DIVERGENCE", 0.0)
+    assert refusal(tmp_path, kv_cache_dtype="int4").endswith("Use --kv-cache-dtype auto.")
+
+
+def test_the_engine_does_not_start(tmp_path: Path) -> None:
+    build_outlier(tmp_path, 300)
+    with pytest.raises(StartupError, match="gives nonsense with this model"):
+        LLM(str(tmp_path), kv_cache_dtype="int4", **SMALL)
+    with LLM(str(tmp_path), kv_cache_dtype="int8", kv_cache_dtype_v="int4", **SMALL) as llm:
+        assert llm.info.cache.dtype == "int8/int4"
+        assert llm.info.cache.bytes_per_token == 2 * (64 + 2 + 32 + 8)
+        assert llm.info.summary["KV format"].startswith("K int8 (rotated")
+        assert "nats" in llm.info.summary["KV fidelity"]
+        [result] = llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(result.outputs[0].token_ids) == 3
+
+
+def test_scales_of_another_model_with_the_same_shapes_are_refused(tmp_path: Path) -> None:
+    """They pass every look at the file."""
+    scales = tmp_path / "scales"
+    own, other = build(tmp_path / "own", TinyModel()), build(tmp_path / "other", TinyModel(scale=0.4))
+    calibrate(Settings.create({**SMALL, "model": str(own)}), None, "channel", lambda *done: None).save(scales)
+    flags = {**SMALL, "kv_cache_dtype": "int8", "kv_cache_scales": str(scales)}
+    with LLM(str(own), **flags) as llm:
+        assert llm.info.summary["KV format"].startswith(f"int8 (scales of {scales})")
+    with pytest.raises(StartupError) as caught:
+        LLM(str(other), **flags)
+    assert f"--kv-cache-scales {scales} gives nonsense" in str(caught.value)
+    assert "Use --kv-cache-dtype int8, without --kv-cache-scales: 0." in str(caught.value)

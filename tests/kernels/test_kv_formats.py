@@ -1,0 +1,287 @@
+"""What K and V become in each format: the nearest codes, errors within bounds, nothing that spreads."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged import rotation
+
+from configs.kv import KVFormat, LayerKV
+from kernels.ops import compute_dtype
+from kernels.reference import kv_formats
+from kernels.reference.kv_formats import decode_int4, encode, rotate, signs, unrotate
+
+CPU = torch.device("cpu")
+QUANTISED = [format for format in KVFormat if format.is_quantised]
+SMALL_FLOATS = {KVFormat.FP8_E4M3: torch.float8_e4m3fn, KVFormat.FP8_E5M2: torch.float8_e5m2}
+
+
+def read(encoded, kind, format, channels=None):
+    """What the codes of a token and head stand for."""
+    if format is KVFormat.INT4:
+        x = decode_int4(encoded.codes, encoded.scales, encoded.zeros)
+    else:
+        x = encoded.codes.float() * (1 if encoded.scales is None else encoded.scales.float())
+    if kind.is_rotated(format):
+        x = unrotate(x)
+    return x if channels is None else x * channels
+
+
+def stored(x, format, channels=None):
+    """x [tokens, heads, dims], stored and read."""
+    kind = LayerKV(x.shape[1], x.shape[2], format, static=channels is not None)
+    return read(encode(x, kind, format, channels), kind, format, channels)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------ the rotation
+@pytest.mark.parametrize("dims", [2, 6, 40, 64, 80, 96, 128, 256])
+def test_rotation_is_signs_and_hadamard_and_is_undone(dims):
+    x = random(5, 3, dims)
+    torch.testing.assert_close(rotate(x).double(), x.double() @ rotation(dims).T, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(unrotate(rotate(x)), x, atol=1e-5, rtol=1e-5)
+    identity = torch.eye(dims, dtype=torch.float64)
+    torch.testing.assert_close(rotation(dims) @ rotation(dims).T, identity, atol=1e-12, rtol=0)
+
+
+def test_signs_are_part_of_the_format():
+    """Other ones would not read what is on disk, or what a peer has written."""
+    first = [
+        1,
+        -1,
+        1,
+        1,
+        1,
+        -1,
+        1,
+        1,
+        -1,
+        -1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        -1,
+        -1,
+        -1,
+        1,
+        -1,
+        -1,
+        1,
+        -1,
+        -1,
+        -1,
+        1,
+        1,
+        -1,
+        1,
+        -1,
+        -1,
+    ]
+    assert signs(32, CPU).tolist() == first
+    assert signs(512, CPU)[:32].tolist() == first
+    assert abs(signs(512, CPU).sum()) < 60
+
+
+# ------------------------------------------------------------------ the nearest code
+@pytest.mark.parametrize("format", SMALL_FLOATS)
+def test_small_floats_are_the_nearest_ties_even_and_saturate(format):
+    """Against all numbers of the format, in fp64."""
+    codes = torch.arange(256, dtype=torch.uint8).view(SMALL_FLOATS[format])
+    numbers = codes.double()[codes.double().isfinite()].unique()
+    middles = ((numbers[1:] + numbers[:-1]) / 2).float()  # exact in fp32
+    up, down = (middles.nextafter(torch.tensor(end)) for end in (1e9, -1e9))
+    wild = random(4096) * torch.logspace(-12, 12, 4096)
+    x = torch.cat([numbers.float(), middles, up, down, wild, torch.tensor([1e38, -math.inf, math.inf, 449.0, 480.0])])
+    kind = LayerKV(1, len(x), format, static=format.may_be_static)
+    channels = torch.ones(1, len(x)) if kind.static else None
+    found = encode(x.view(1, 1, -1), kind, format, channels).codes.flatten()
+    distance = (x.double().clamp(numbers[0], numbers[-1])[:, None] - numbers).abs()
+    assert torch.equal((x.double().clamp(numbers[0], numbers[-1]) - found.double()).abs(), distance.min(1).values)
+    ties = (distance == distance.min(1).values[:, None]).sum(1) == 2
+    assert ties.sum() > 200 and not (found.view(torch.uint8)[ties] & 1).any()
+    assert encode(torch.tensor([[[-math.nan]]]), LayerKV(1, 1, format, static=kind.static), format,
+                  None if channels is None else channels[:, :1]).codes.view(torch.uint8).item() == 0x7F  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([KVFormat.INT8, KVFormat.FP8_E4M3]), st.integers(-16, 16), st.integers(0, 2**31))
+def test_a_scale_of_its_own_fits_the_largest_number(format, exponent, seed):
+    """Written in fp64: the scale is amax / largest to fp16's precision, and codes are the nearest."""
+    x = random(1, 1, 64, seed=seed) * 2.0**exponent
+    kind = LayerKV(1, 64, format)
+    encoded = encode(x, kind, format, None)
+    y = (rotate(x) if kind.is_rotated(format) else x).double()
+    largest = {KVFormat.INT8: 127, KVFormat.FP8_E4M3: 448}[format]
+    expected = (y.abs().max() / largest).clamp(kv_formats.LEAST_SCALE, 65504.0).item()
+    scale = encoded.scales.double().item()
+    assert abs(scale - expected) <= expected * 2**-11 + 2**-25
+    codes, exact = encoded.codes.double(), (y / scale).clamp(-largest, largest)
+    step = 0.5 if format is KVFormat.INT8 else (exact.abs() * 2**-4).clamp(min=2**-10)
+    assert ((codes - exact).abs() <= step * (1 + 1e-6)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(-14, 10), st.floats(-5, 5), st.integers(0, 2**31))
+def test_int4_spans_each_group(exponent, shift, seed):
+    x = (random(1, 2, 96, seed=seed) + shift) * 2.0**exponent
+    kind = LayerKV(2, 96, KVFormat.INT4)
+    encoded = encode(x, kind, KVFormat.INT4, None)
+    assert encoded.scales.shape == encoded.zeros.shape == (1, 2, 3) and encoded.codes.max() <= 15
+    y, scale = rotate(x).unflatten(-1, (3, 32)).double(), encoded.scales.double()
+    zero = encoded.zeros.double()
+    least, most = y.amin(-1), y.amax(-1)
+    assert ((zero - least).abs() <= least.abs() * 2**-11 + 2**-25).all()
+    expected = ((most - least) / 15).clamp(min=kv_formats.LEAST_SCALE)
+    assert ((scale - expected).abs() <= expected * 2**-11 + 2**-25).all()
+    exact = ((y - zero[..., None]) / scale[..., None]).clamp(0, 15)
+    assert ((encoded.codes.view(1, 2, 3, 32).double() - exact).abs() <= 0.5 + 1e-5).all()
+
+
+# ------------------------------------------------------------------ errors
+@pytest.mark.parametrize("dims", [64, 96, 128])
+@pytest.mark.parametrize(
+    ("format", "bound"),
+    [(KVFormat.FP8_E4M3, 0.027), (KVFormat.FP8_E5M2, 0.055), (KVFormat.INT8, 0.008), (KVFormat.INT4, 0.095)],
+)
+def test_error_of_a_round_trip(format, bound, dims):
+    x = random(200, 2, dims)
+    error = (stored(x, format) - x).norm() / x.norm()
+    assert bound / 2 < error < bound
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("format", "relative"), [(KVFormat.FP8_E4M3, 2**-4), (KVFormat.FP8_E5M2, 2**-3)])
+def test_a29_heavy_tails_keep_the_formats_precision(format, relative, static):
+    """The error is that of the format, not that of clipping, and nothing overflows."""
+    if static and not format.may_be_static:
+        pytest.skip("has no scales")
+    k = random(400, 2, 64) ** 5
+    k *= 3000 / k.abs().max()
+    channels = (k.abs().amax(0) / 448) if static else None
+    y = stored(k, format, channels)
+    assert y.isfinite().all()
+    big = k.abs() > k.abs().amax(0 if static else -1, keepdim=True) * 2**-6
+    assert ((y - k).abs()[big] <= relative * k.abs()[big] * 1.01).all()
+
+
+@pytest.mark.parametrize("format", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a29_every_amplitude_is_finite(format, dtype):
+    for amax in (0.0, 1e-38, 1e-6, 1.0, 448.0, 449.0, 1e4, 1e30, 3e38 / 64):
+        y = stored(torch.full((1, 1, 64), amax, dtype=dtype), format)
+        assert y.isfinite().all(), amax
+        assert amax > 1e4 or (y - amax).norm() <= max(amax, 1e-3) * 8 * 0.125, amax
+
+
+@pytest.mark.parametrize(("format", "bound"), [(KVFormat.INT8, 0.02), (KVFormat.INT4, 0.25)])
+def test_a30_an_outlier_channel_does_not_flatten_the_others(format, bound, monkeypatch):
+    k = random(500, 2, 64)
+    k[..., 3] *= 40
+
+    def errors():
+        """Of each channel, relative."""
+        return (stored(k, format) - k).square().mean((0, 1)).sqrt() / k.square().mean((0, 1)).sqrt()
+
+    rotated, others = errors(), [d for d in range(64) if d != 3]
+    assert rotated.median() < bound and rotated[others].median() < bound and rotated.max() < 1.2 * bound
+    monkeypatch.setattr(kv_formats, "rotate", lambda x: x)
+    monkeypatch.setitem(globals(), "unrotate", lambda x: x)
+    assert errors().max() > 3 * rotated.max()
+
+
+@pytest.mark.parametrize(("format", "bound"), [(KVFormat.INT8, 0.006), (KVFormat.INT4, 0.11)])
+def test_a30_zeros_and_constants(format, bound):
+    assert stored(torch.zeros(1, 1, 64), format).abs().max() == 0
+    constant = stored(torch.full((3, 2, 64), 7.0), format) - 7
+    assert constant.square().mean().sqrt() / 7 < bound
+    no_range = torch.full((1, 1, 64), 7.0)  # as it is rotated
+    assert (rotate(stored(unrotate(no_range), format)) - no_range).abs().max() < 7 * 2**-10
+
+
+# ------------------------------------------------------------------ what is not finite
+@pytest.mark.parametrize("format", [KVFormat.FP8_E4M3, KVFormat.INT8, KVFormat.INT4])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 3.4e38])
+def test_what_is_not_finite_reads_as_nan_and_nobody_else_notices(format, bad):
+    x = random(4, 3, 64)
+    clean = stored(x, format)
+    x[2, 1, 5] = bad
+    if bad == 3.4e38:
+        x[2, 1] = bad  # its rotation overflows
+        if format is KVFormat.FP8_E4M3:
+            x[2, 1, 7] = math.nan
+    y = stored(x, format)
+    assert y[2, 1].isnan().all()
+    y[2, 1] = clean[2, 1]
+    assert torch.equal(y, clean)
+    encoded = encode(x, LayerKV(3, 64, format), format, None)
+    assert not encoded.codes[2, 1].view(torch.uint8).any() and encoded.scales[2, 1].isnan().all()
+
+
+def test_groups_of_other_rotation_blocks_do_not_notice_either():
+    """96 = 3 blocks of 32: what goes wrong in one stays there."""
+    x = random(1, 1, 96)
+    x[..., 40] = math.inf
+    y = stored(x, KVFormat.INT4)
+    assert y[..., 32:64].isnan().all() and y[..., :32].isfinite().all() and y[..., 64:].isfinite().all()
+
+
+def test_formats_without_scales():
+    """e5m2 has a NaN of its own; static int8 has none."""
+    x = torch.tensor([[[math.nan, math.inf, -math.inf, 1.0]]])
+    assert stored(x, KVFormat.FP8_E5M2).flatten().nan_to_num(-1).tolist() == [-1, 57344, -57344, 1]
+    ones = torch.ones(1, 4)
+    assert stored(x, KVFormat.INT8, ones).flatten().tolist() == [0, 127, -127, 1]
+    assert stored(x, KVFormat.FP8_E4M3, ones).flatten().nan_to_num(-1).tolist() == [-1, 448, -448, 1]
+
+
+# ------------------------------------------------------------------ the rest
+@pytest.mark.parametrize("format", [KVFormat.INT8, KVFormat.FP8_E4M3])
+def test_static_scales_divide_each_channel(format):
+    x, channels = random(50, 3, 40), torch.rand(3, 40) + 0.01
+    channels /= 30
+    kind = LayerKV(3, 40, format, static=True)
+    encoded = encode(x, kind, format, channels)
+    assert encoded.scales is None and not kind.is_rotated(format)
+    plain = encode(x / channels, kind, format, torch.ones(3, 40))
+    assert torch.equal(encoded.codes.view(torch.uint8), plain.codes.view(torch.uint8))
+    fits = (x / channels).abs() <= kv_formats.LARGEST[format]
+    error = (read(encoded, kind, format, channels) - x).abs()
+    assert (error[fits] <= ((channels * 0.5).clamp(min=0) + x.abs() * 2**-4).expand_as(x)[fits]).all()
+
+
+@pytest.mark.parametrize("dims", [32, 96])
+def test_two_int4_codes_share_a_byte(dims):
+    codes = torch.randint(0, 16, (3, 2, dims), dtype=torch.uint8)
+    assert torch.equal(kv_formats.unpack_k(kv_formats.pack_k(codes)), codes)
+    assert torch.equal(kv_formats.unpack_v(kv_formats.pack_v(codes)), codes)
+    assert (kv_formats.pack_k(codes)[..., 5] == codes[..., 10] + 16 * codes[..., 11]).all()
+    assert (kv_formats.pack_v(codes)[..., 5] == codes[..., 5] + 16 * codes[..., 21]).all()
+    if dims > 32:
+        assert (kv_formats.pack_v(codes)[..., 16] == codes[..., 32] + 16 * codes[..., 48]).all()
+
+
+def test_a_row_is_encoded_alone():
+    x = random(9, 2, 64)
+    for format in KVFormat:
+        kind = LayerKV(2, 64, format)
+        all_rows, last = encode(x, kind, format, None), encode(x[8:], kind, format, None)
+        assert torch.equal(all_rows.codes[8:].view(torch.uint8), last.codes.view(torch.uint8))
+        assert last.scales is None or torch.equal(all_rows.scales[8:], last.scales)
+
+
+def test_in_which_format_attention_computes():
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    assert compute_dtype(bf16, (KVFormat.BF16, KVFormat.BF16)) is bf16
+    assert {compute_dtype(bf16, (format, KVFormat.BF16)) for format in QUANTISED} == {bf16}
+    for format in QUANTISED:
+        assert compute_dtype(fp32, (format, format)) is compute_dtype(fp16, (format, format)) is fp32
+    for wide in (KVFormat.FP32, KVFormat.FP16):
+        assert compute_dtype(bf16, (wide, KVFormat.INT8)) is compute_dtype(bf16, (KVFormat.BF16, wide)) is fp32

@@ -1,0 +1,273 @@
+"""`octavo plan`: from a configuration alone to words, JSON and an exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import published_models
+import pytest
+import tiny_models
+from fake_hub import FakeHub, Repository
+
+from server.cli import main
+from server.doctor import WIDTH
+from server.plan import USAGE
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = "Llama-2-7B"
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("OCTAVO_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """With a config.json and nothing else."""
+    return str(published_models.write(tmp_path / "llama", LLAMA))
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.startswith("octavo: ") and captured.err.count("\n") == 1
+    return captured.err.removeprefix("octavo: ").rstrip("\n")
+
+
+# ---------------------------------------------------------------- what is said
+def test_a_report_for_people(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", folder, "--gpu", "80GiB"]) == 0
+    text = capsys.readouterr().out
+    words = " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= WIDTH
+    for part in (
+        "LlamaForCausalLM, 6738 million parameters",
+        "weights 12.55 GiB in bfloat16",
+        "32 MHA: 32 query and 32 KV heads of 128 numbers, K and V bf16: 524,288 bytes a token, 8 MiB a page",
+        "a request of 4,096 tokens: 2 GiB (2,147,483,648 bytes)",
+        "KV pool 58.09 GiB: by default 0.9 of the GPU's free memory",
+        "lengths assumed: log-normal, half at most 1,024 tokens, 95 % at most 4,096",
+        "in one piece, 4,096 tokens each 524,288 29 29",
+        "in pages, as it is 524,288 116 29",
+        "The load is 128 requests of 4,096 tokens at once (--max-num-seqs, p95): 29 fit.",
+        "The cheapest change with which it fits: another model: 4 of 32 KV heads (65,536 bytes a token).",
+    ):
+        assert part in words, part
+
+
+def test_windows_formats_and_gpus_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(published_models.write(tmp_path, "Gemma-3-27B"))
+    flags = ["--tp", "32", "--gpu", "24GiB", "--kv-cache-dtype", "int8", "--kv-cache-dtype-v", "int4"]
+    assert main(["plan", folder, *flags, "--kv-refresh-interval", "64", "--max-model-len", "32K"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "52 GQA that see the last 1,024 tokens: 32 query and 16 KV heads of 128 numbers" in words
+    assert "(on each GPU 1 and 1), K and V bf16" in words and "K int8, V int4" in words
+    assert "replication each KV head is kept 2 times" in words and "on each of 32 GPUs" in words
+    assert "for one sequence in full precision" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "at once (--max-num-seqs, p95). It takes 299.9 GiB of a GPU's memory, 256 GiB of it KV cache."),
+        (("--gpu", "80GiB", "--max-num-seqs", "8"), "it fits, and 29 would; reserved in one piece, 29 would."),
+        (("--gpu", "80GiB", "--context", "100"), "of 100 tokens at once (--max-num-seqs, --context): it fits"),
+        (("--memory", "64GiB", "--max-num-seqs", "16"), "The memory is there: --kv-cache-memory-bytes 34359738368"),
+        (("--gpu", "32GiB", "--max-num-seqs", "320"), "None of the changes above makes it fit; --tp 32 does."),
+        (
+            ("--gpu", "18GiB", "--max-num-seqs", "512"),
+            "1 fits. It takes 1.126 TiB of a GPU's memory, 1 TiB of it KV cache. None of the changes above makes",
+        ),
+    ],
+)
+def test_verdicts(arguments: tuple[str, ...], words: str, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", folder, *arguments]) == 0
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_that_does_not_fit(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", folder, "--gpu", "8GiB"]) == 1
+    words = " ".join(capsys.readouterr().out.split())
+    assert "refused --model: the weights and the 1.348 GiB of a step take 13.9 GiB of the 8 GiB" in words
+    assert "Split among GPUs, --tp 4 would do." in words and "nothing fits." in words
+
+
+def test_the_same_for_programs(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, folder, "--gpu", "80GiB", "--block-size", "32")
+    assert found["model"]["name"] == folder and found["weight_bytes"] == 2 * 6_738_415_616 + 4096 * 128 * 4
+    assert found["kv"]["bytes_per_token"] == 524_288 and found["kv"]["bytes_per_block"] == 32 * 524_288
+    [layers] = found["kv"]["layers"]
+    assert (layers["attention"], layers["kv_heads"], layers["window"], layers["k_format"]) == ("MHA", 32, None, "bf16")
+    assert found["pool"]["pages"] == [found["pool"]["bytes"] // (32 * 524_288)]
+    assert found["context"] == {"tokens": 4096, "bytes": 2**31, "bytes_in_pages": 2**31, "served": True}
+    assert found["lengths"]["p50"] == 1024 and found["load"]["fits"] is False
+    assert [option["kind"] for option in found["options"]][:2] == ["reservation", "paging"]
+    assert found["memory"] == {"kind": "gpu", "bytes": 80 * 2**30} and found["refusal"] is None
+
+
+def test_without_a_memory_and_without_room(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, folder)
+    assert found["memory"] is None and found["pool"] is None and found["context"]["served"] is None
+    found = report(capsys, folder, "--gpu", "8GiB", code=1)
+    assert "--model" in found["refusal"] and found["gpus_needed"] == 4
+
+
+def test_a_trace(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f'{{"prompt_tokens": {n}, "completion_tokens": 5000}}\n' for n in (10, 20, 30)))
+    found = report(capsys, folder, "--lengths", str(trace))
+    assert found["lengths"]["p50"] == 4096 and found["lengths"]["num_cut"] == 3
+    assert main(["plan", folder, "--lengths", str(trace)]) == 0
+    assert "100.0% are longer than the window" in capsys.readouterr().out
+
+
+def test_settings_of_the_server_count(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From flags of either spelling, and from the file that octavo serve is started with."""
+    config = tmp_path / "octavo.yaml"
+    config.write_text("max-model-len: 2048\nport: 9000\nkv-cache-dtype: int8\n")
+    found = report(capsys, folder, "--config", str(config), "--max_num_seqs=7", "--gpu=80GiB")
+    assert found["context"]["tokens"] == 2048 and found["kv"]["bytes_per_token"] == 266_240
+    assert found["load"]["requests"] == 7
+
+
+# ---------------------------------------------------------------- where models come from
+def test_a_gguf_file(capsys: pytest.CaptureFixture[str]) -> None:
+    from smollm2 import smollm2_gguf
+
+    found = report(capsys, str(smollm2_gguf()), "--context", "4096")
+    assert found["kv"]["bytes_per_token"] == 23_040 and found["model"]["parameters"] == 134_515_008
+
+
+def test_a_family_that_transformers_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its sizes are asked of the library in a process of its own."""
+    folder = published_models.write(tmp_path, "Gemma-2-9B")
+    found = report(capsys, str(folder), "--tp", "16")
+    windows = {layers["window"]: layers["layers"] for layers in found["kv"]["layers"]}
+    assert windows == {4096: 21, None: 21} and found["model"]["parameters"] == 9_241_705_984
+    assert found["kv"]["replication"] == 2 and found["kv"]["bytes_per_token_all_gpus"] == 2 * 344_064
+
+
+def test_what_is_not_served_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "(MambaForCausalLM): transformers' MambaForCausalLM has no attention" in refusal(capsys, str(tmp_path))
+
+
+def test_native_families_need_no_torch(folder: str) -> None:
+    code = (
+        "import sys; from server.cli import main; "
+        f"assert main(['plan', {folder!r}, '--gpu', '80GiB']) == 0; "
+        "print([name for name in ('torch', 'transformers', 'numpy', 'fastapi', 'zmq') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[]", result
+
+
+HUB = """
+import json, sys
+from huggingface_hub import constants
+constants.HF_HUB_CACHE = sys.argv[1]
+from server.cli import main
+sys.exit(main(["plan", *sys.argv[2:]]))
+"""
+
+
+def ask_hub(hub: str, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "HF_ENDPOINT": hub, "HF_TOKEN": "", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", HUB, str(cache), *arguments],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_of_a_hub_id_config_json_alone_is_fetched(tmp_path: Path) -> None:
+    files = {path.name: path.read_bytes() for path in tiny_models.build(tmp_path / "tiny").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
+    only_gguf = {"model.gguf": b"GGUF"}
+    hub = FakeHub({"org/tiny": Repository(files), "org/gguf": Repository(only_gguf)})
+    with hub.running():
+        result = ask_hub(hub.endpoint, tmp_path / "hub", "org/tiny", "--json")
+        assert result.returncode == 0, result
+        assert json.loads(result.stdout)["model"]["origin"] == "Hugging Face Hub"
+        assert hub.fetched() == ["config.json"]
+        again = ask_hub(hub.endpoint, tmp_path / "hub", "org/tiny", "--json")
+        assert json.loads(again.stdout)["model"]["origin"] == "Hugging Face Hub (cached)"
+        for name, words in {
+            "org/gguf": "it has no config.json",
+            "org/gguf:model.gguf": "the sizes of a GGUF model stand in the file itself, which was not fetched yet",
+        }.items():
+            refused = ask_hub(hub.endpoint, tmp_path / "hub", name)
+            assert refused.returncode == 2 and words in refused.stderr, refused
+        assert hub.fetched() == ["config.json"]
+    away = ask_hub("http://127.0.0.1:9", tmp_path / "hub", "org/tiny", "--json")
+    assert json.loads(away.stdout)["model"]["origin"] == "Hugging Face Hub (cached)", away
+    away = ask_hub("http://127.0.0.1:9", tmp_path / "hub", "org/other")
+    assert away.returncode == 2 and "org/other" in away.stderr and away.stderr.count("\n") == 1
+
+
+def test_the_default_model_is_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert refusal(capsys) == "The default model is not on this machine yet: name a model's folder, file or Hub id."
+    assert not any(tmp_path.rglob("*.gguf"))
+
+
+# ---------------------------------------------------------------- mistakes
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpu", "H200"), "--gpu must be a size such as 4096, 32K, 1.5M or 2.5GiB, got 'H200'."),
+        (("--gpu", "80"), "--gpu 80 is 80 bytes, and no model fits into less than 1MiB: write 80GiB?"),
+        (("--memory", "0"), "--memory 0 is 0 bytes"),
+        (("--gpu", "1GiB", "--memory", "2GiB"), "--gpu 1GiB and --memory 2GiB: give one, for a GPU or for a CPU."),
+        (("--tp", "0"), "--tp must be a whole number of at least 1, got '0'."),
+        (("--tp", "two"), "--tp must be a whole number of at least 1, got 'two'."),
+        (("--tp", "²"), "--tp must be a whole number of at least 1, got '²'."),
+        (("--tp", "2", "--memory", "1GiB"), "--tp 2 splits a model among GPUs: give --gpu in place of --memory."),
+        (("--tp", "33"), "--tp 33 is more than the model's 32 query heads, of which each GPU needs one."),
+        (("--context", "4097"), "--context 4097 is not within the window of 4096 tokens"),
+        (("--context", "0"), "--context 0 is not within the window"),
+        (("--context", "long"), "--context must be a size such as"),
+        (("--max-model-len", "8192"), "--max-model-len 8192 is not possible"),
+        (("--lengths", "/nowhere"), "--lengths /nowhere cannot be read"),
+        (("--gpu",), "--gpu: expected one argument; see octavo plan --help."),
+        (("--lenghts", "x"), "unknown flag --lenghts: did you mean '--lengths'?"),
+        (("--contxt=1",), "unknown flag --contxt: did you mean '--context'?"),
+        (("--max-model", "1"), "unknown flag --max-model: did you mean '--max-model-len'?"),
+        (("--block-size", "24"), "--block-size must be a power of two"),
+        (("--dtype", "float16", "--memory", "64GiB"), "--dtype float16 is for GPUs"),
+        (("--kv-cache-dtype", "int3"), "--kv-cache-dtype must be"),
+        (("another",), "one MODEL at most, got"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    arguments: tuple[str, ...], words: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refusal(capsys, folder, *arguments)
+
+
+def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is an empty folder" in refusal(capsys, str(tmp_path))
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["m", "--help"]])
+def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *argv]) == 0
+    assert capsys.readouterr().out == USAGE and max(map(len, USAGE.splitlines())) <= WIDTH
