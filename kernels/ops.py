@@ -20,9 +20,9 @@ Gate = Literal["silu", "gelu_tanh"]
 GATES: tuple[Gate, ...] = get_args(Gate)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerPages:
-    """One layer's part of a KV pool."""
+    """One layer's part of a KV pool. Kept as long as the pool: what a kernel needs to know of it is made once."""
 
     pool: torch.Tensor
     """uint8 [blocks, block_bytes], contiguous."""

@@ -24,6 +24,7 @@ from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
 from engine.runner.executor import SingleExecutor
+from engine.runner.kv_scales import Channels, KVScales
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from kernels.threads import num_threads, set_threads
@@ -51,6 +52,12 @@ class Loaded:
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
         return kv_layers(Settings.create(self.kv), self.config, DTYPES[self.dtype])
+
+    @property
+    def channels(self) -> tuple[Channels, ...] | None:
+        """Of the file of scales, if there is one."""
+        path = self.kv.get("kv_cache_scales")
+        return None if path is None else KVScales.load(path).channels(path, self.config.architecture, self.kv_layers)
 
     @classmethod
     def load(cls, path: Path, dtype: torch.dtype, window: int, device: torch.device = CPU) -> "Loaded":
@@ -103,19 +110,22 @@ class Engine:
         window = min(loaded.window, kv.usable_tokens)
         limits = SchedulerLimits(max_num_seqs, chunk, window, kv_refresh_interval=loaded.refresh_interval)
         plain = None if loaded.refresh_interval is None else PLAIN[DTYPES[loaded.dtype]]
-        runner = ModelRunner(loaded.model, loaded.config, layout, counts, limits, loaded.device, plain=plain)
+        model, device = loaded.model, loaded.device
+        runner = ModelRunner(model, loaded.config, layout, counts, limits, device, plain, loaded.channels)
         self.executor = SingleExecutor(runner, ())
         scheduler = Scheduler(limits, kv)
         info = CacheInfo(num_blocks, block_size, layout.block_bytes, layout.bytes_per_token, "", window, prefix_caching)
         self.core = EngineCore(scheduler, self.executor, NoGrammar(), info)
         self._count = 0
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, *, salt: str | None = None) -> list[str]:
-        """Queues the n choices; their ids."""
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, *, salt: str | None = None, index: int | None = None
+    ) -> list[str]:
+        """Queues the n choices; their ids. index: of one choice, queued as if it were alone."""
         self._count += 1
         ids = []
-        for index in range(params.n):
-            request_id = f"r{self._count}-{index}"
+        for number in range(params.n) if index is None else [index]:
+            request_id = f"r{self._count}-{number}"
             group = f"r{self._count}" if params.n > 1 else None
             add = AddRequest(
                 request_id=request_id,
@@ -123,7 +133,7 @@ class Engine:
                 params=params,
                 arrival=time.monotonic(),
                 group=group,
-                index=index,
+                index=number,
                 salt=salt,
             )
             self.core.add(add)

@@ -1,14 +1,15 @@
-"""Writing the KV pool and copying its blocks on the CPU in C++ (`csrc/store.h`, `csrc/copy.cpp`). Contracts: `kernels.ops`;
-formulas: `kernels.reference.kv_formats`."""
+"""Writing the KV pool and copying its blocks on the CPU in C++. Contracts: `kernels.ops`; sources: `csrc/store.h`,
+`csrc/copy.cpp`; formulas: `kernels.reference.kv_formats`."""
 
 import ctypes
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 
-from configs.kv import KVFormat, KVHalf
+from configs.kv import KVFormat
 from kernels.cpu import library
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
@@ -16,7 +17,7 @@ from kernels.ops import LayerPages
 from kernels.reference import kv_formats
 from kernels.registry import Accepted, Candidate, Refused
 
-ISAS = {dtype: ("baseline", "avx2", "avx512") for dtype in (torch.float32, torch.bfloat16)}
+ISAS = dict.fromkeys((torch.float32, torch.bfloat16), ("baseline", "avx2", "avx512"))
 """Instruction sets that the sources of `store_kv` have."""
 
 FORMATS = {format: number for number, format in enumerate(KVFormat)}
@@ -29,8 +30,6 @@ class StoreHalf(ctypes.Structure):
     """Mirror of the struct in `csrc/store.h`."""
 
     _fields_ = (
-        ("x", _PTR),
-        ("stride", _I64),
         ("format", _I64),
         ("codes", _I64),
         ("scales", _I64),
@@ -40,7 +39,7 @@ class StoreHalf(ctypes.Structure):
     )
 
 
-class StoreCall(ctypes.Structure):
+class StorePages(ctypes.Structure):
     """Mirror of the struct in `csrc/store.h`."""
 
     _fields_ = (
@@ -51,6 +50,17 @@ class StoreCall(ctypes.Structure):
         ("block_size", _I64),
         ("kv_heads", _I64),
         ("head_dim", _I64),
+    )
+
+
+class StoreRows(ctypes.Structure):
+    """Mirror of the struct in `csrc/store.h`."""
+
+    _fields_ = (
+        ("k", _PTR),
+        ("v", _PTR),
+        ("k_stride", _I64),
+        ("v_stride", _I64),
         ("slots", _PTR),
         ("tokens", _I64),
     )
@@ -67,36 +77,35 @@ class NativeStore:
     """`store_kv` by one entry of the library."""
 
     entry: Callable[..., int]
+    _known: WeakKeyDictionary[LayerPages, StorePages] = field(default_factory=WeakKeyDictionary)
+    """What C++ needs to know of pages, made once."""
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: torch.Tensor) -> None:
-        tokens, kv_heads, dims = k.shape
-        k_half, v_half = pages.halves
-        call = StoreCall(
-            _half(k, pages, k_half, pages.k_channels),
-            _half(v, pages, v_half, pages.v_channels),
-            pages.pool.data_ptr(),
-            pages.spec.block_bytes,
-            pages.spec.block_size,
-            kv_heads,
-            dims,
-            slot_mapping.data_ptr(),
-            tokens,
+        known = self._known.get(pages)
+        if known is None:
+            known = self._known[pages] = describe(pages)
+        rows = StoreRows(
+            k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), slot_mapping.data_ptr(), slot_mapping.shape[0]
         )
-        if self.entry(call):
+        if self.entry(known, rows):
             raise MemoryError("no memory to quantise a head")
 
 
-def _half(x: torch.Tensor, pages: LayerPages, half: KVHalf, channels: torch.Tensor | None) -> StoreHalf:
-    return StoreHalf(
-        x.data_ptr(),
-        x.stride(0),
-        FORMATS[half.format],
-        half.codes.offset,
-        0 if half.scales is None else half.scales.offset,
-        0 if half.zeros is None else half.zeros.offset,
-        None if channels is None else channels.data_ptr(),
-        rotation_signs(x.shape[2]).data_ptr() if pages.kind.is_rotated(half.format) else None,
-    )
+def describe(pages: LayerPages) -> StorePages:
+    kind = pages.kind
+    halves = [
+        StoreHalf(
+            FORMATS[half.format],
+            half.codes.offset,
+            0 if half.scales is None else half.scales.offset,
+            0 if half.zeros is None else half.zeros.offset,
+            None if channels is None else channels.data_ptr(),
+            rotation_signs(kind.head_dim).data_ptr() if kind.is_rotated(half.format) else None,
+        )
+        for half, channels in zip(pages.halves, pages.channels, strict=True)
+    ]
+    spec = pages.spec
+    return StorePages(*halves, pages.pool.data_ptr(), spec.block_bytes, spec.block_size, kind.kv_heads, kind.head_dim)
 
 
 @dataclass(frozen=True)
@@ -110,9 +119,12 @@ class NativeCopy:
         self.entry(pool.data_ptr(), pool.shape[1], (ctypes.c_int64 * len(flat))(*flat), len(pairs))
 
 
+_STORE = [ctypes.POINTER(StorePages), ctypes.POINTER(StoreRows)]
+
+
 def native_store(native: NativeLibrary, ending: str) -> NativeStore:
     """ending: "bf16_avx2"."""
-    return NativeStore(native.function(f"store_kv_{ending}", [ctypes.POINTER(StoreCall)], ctypes.c_int32))
+    return NativeStore(native.function(f"store_kv_{ending}", _STORE, ctypes.c_int32))
 
 
 def native_copy(native: NativeLibrary) -> NativeCopy:

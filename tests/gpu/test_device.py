@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import torch
 from engines import Engine, Loaded
+from paged import make_paged
 from tiny_models import FALLBACKS, FAMILIES, VARIANTS
 
 from configs.kv import KVFormat, KVLayout
@@ -98,6 +99,27 @@ def test_attention_is_the_row_by_row_oracle(gpu: Device, window: int | None) -> 
     q, k, v = (x.to(gpu.place) for x in (q, k, v))
     attend_together(q, Past(k), Past(v), 0.125, window, None, None, found)
     torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("format", KVFormat)
+def test_codes_and_scales_have_the_cpus_bits(gpu: Device, format: KVFormat, static: bool) -> None:
+    if static and not format.may_be_static:
+        pytest.skip("has no scales")
+    here = make_paged([70], dtype=torch.bfloat16, formats=(format, format), static=static)
+    sizes, slots = torch.logspace(-6, 6, 70)[:, None, None].bfloat16(), torch.arange(70)
+    there = here.pool.to(gpu.place)
+    channels = [None if each is None else each.to(gpu.place) for each in here.channels]
+    on_gpu = ops.LayerPages(there, here.spec, 1, *channels)
+    for k, v in ((here.k[0] * sizes, here.v[0] * sizes), (here.k[0], here.v[0])):
+        reference.store_kv(k, v, here.pages(), slots)
+        ops.store_kv(k.to(gpu.place), v.to(gpu.place), on_gpu, slots.to(gpu.place))
+        assert torch.equal(there.cpu(), here.pool)
+    tables, ends = torch.arange(5, dtype=torch.int32)[None], torch.tensor([0, 70], dtype=torch.int32)
+    asked = tables, ends, ends[1:]
+    expected = reference.paged_attention(here.q[0], here.pages(), *asked, here.scale)
+    found = ops.paged_attention(here.q[0].to(gpu.place), on_gpu, *(x.to(gpu.place) for x in asked), here.scale)
+    torch.testing.assert_close(found.cpu(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_fp32_products_are_fp32(gpu: Device) -> None:

@@ -10,21 +10,25 @@
 #include "parallel.h"
 #include "rotation.h"
 
-// K or V of new tokens, and where they go. Offsets in bytes, of the layer inside a block.
+// Where K or V of a layer goes. Offsets in bytes, inside a block.
 struct StoreHalf {
-    const void *x;  // [tokens, kv_heads, head_dim], dense inside a row
-    int64_t stride;  // numbers between rows
     int64_t format;  // KvFormat
     int64_t codes, scales, zeros;  // offsets; what the format has not is not looked at
-    const float *channels;  // [kv_heads, head_dim], what x is divided by; null: scales are not static
+    const float *channels;  // [kv_heads, head_dim], what numbers are divided by; null: scales are not static
     const float *signs;  // [head_dim]; null: not rotated
 };
 
-// The arguments of an entry.
-struct StoreCall {
+// A layer's pages.
+struct StorePages {
     StoreHalf k, v;
     uint8_t *pool;  // [blocks, block_bytes]
     int64_t block_bytes, block_size, kv_heads, head_dim;
+};
+
+// K and V of new tokens.
+struct StoreRows {
+    const void *k, *v;  // [tokens, kv_heads, head_dim], dense inside a row
+    int64_t k_stride, v_stride;  // numbers between rows
     const int64_t *slots;  // [tokens]; negative: skip
     int64_t tokens;
 };
@@ -87,8 +91,8 @@ inline void widen(const Bf16Bits *from, int64_t dims, float *__restrict to) {
 }
 
 template <bool IS_K>
-void store_quantised(const StoreCall &call, const StoreHalf &half, const Slot &slot, int64_t head, const Row &row) {
-    const int64_t dims = call.head_dim;
+void store_quantised(const StorePages &pages, const StoreHalf &half, const Slot &slot, int64_t head, const Row &row) {
+    const int64_t dims = pages.head_dim;
     uint8_t *codes = static_cast<uint8_t *>(row.numbers), *to = slot.block + half.codes + head * dims * slot.block_size;
     if (half.channels)
         for (int64_t i = 0; i < dims; i++) row.x[i] /= half.channels[head * dims + i];
@@ -115,50 +119,58 @@ void store_quantised(const StoreCall &call, const StoreHalf &half, const Slot &s
     place<IS_K, 1>(codes, dims, slot, to);
 }
 
-template <class Model, bool IS_K>
-void store_head(const StoreCall &call, const StoreHalf &half, const Slot &slot, int64_t head, const Model *x,
-                const Row &row) {
-    constexpr bool WIDE = std::is_same<Model, float>::value;
-    const int64_t dims = call.head_dim, at = head * dims * slot.block_size;
-    uint8_t *codes = slot.block + half.codes;
+// Numbers of the model in another format, a head.
+template <bool IS_K, class Model>
+void store_converted(const StorePages &pages, const StoreHalf &half, const Slot &slot, int64_t head, const Model *x,
+                     const Row &row) {
+    const int64_t dims = pages.head_dim, at = head * dims * slot.block_size;
     const KvFormat format = static_cast<KvFormat>(half.format);
-    if (format == (WIDE ? KvFormat::FP32 : KvFormat::BF16))
-        return place<IS_K, WIDE ? 1 : 2>(x, dims, slot, reinterpret_cast<Model *>(codes) + at);
+    uint8_t *codes = slot.block + half.codes;
     widen(x, dims, row.x);
     if (format == KvFormat::FP32) return place<IS_K, 1>(row.x, dims, slot, reinterpret_cast<float *>(codes) + at);
-    if (format != KvFormat::BF16 && format != KvFormat::FP16) return store_quantised<IS_K>(call, half, slot, head, row);
+    if (format != KvFormat::BF16 && format != KvFormat::FP16) return store_quantised<IS_K>(pages, half, slot, head, row);
     uint16_t *numbers = static_cast<uint16_t *>(row.numbers);
     for (int64_t i = 0; i < dims; i++) numbers[i] = format == KvFormat::BF16 ? to_bf16(row.x[i]) : fp16_of(row.x[i]);
     place<IS_K, 2>(numbers, dims, slot, reinterpret_cast<uint16_t *>(codes) + at);
 }
 
-template <class Model>
-void store_token(const StoreCall &call, int64_t token, const Row &row) {
-    if (call.slots[token] < 0) return;
-    const Slot slot = {call.pool + call.slots[token] / call.block_size * call.block_bytes,
-                       call.slots[token] % call.block_size, call.block_size};
-    const Model *k = static_cast<const Model *>(call.k.x) + token * call.k.stride;
-    const Model *v = static_cast<const Model *>(call.v.x) + token * call.v.stride;
-    for (int64_t head = 0; head < call.kv_heads; head++) {
-        store_head<Model, true>(call, call.k, slot, head, k + head * call.head_dim, row);
-        store_head<Model, false>(call, call.v, slot, head, v + head * call.head_dim, row);
+template <bool IS_K, class Model>
+void store_heads(const StorePages &pages, const StoreHalf &half, const Slot &slot, const Model *x, const Row &row) {
+    constexpr bool WIDE = std::is_same<Model, float>::value;
+    const int64_t dims = pages.head_dim;
+    if (static_cast<KvFormat>(half.format) == (WIDE ? KvFormat::FP32 : KvFormat::BF16)) {
+        Model *to = reinterpret_cast<Model *>(slot.block + half.codes);
+        for (int64_t head = 0; head < pages.kv_heads; head++, x += dims, to += dims * slot.block_size)
+            place<IS_K, WIDE ? 1 : 2>(x, dims, slot, to);
+    } else {
+        for (int64_t head = 0; head < pages.kv_heads; head++, x += dims)
+            store_converted<IS_K>(pages, half, slot, head, x, row);
     }
+}
+
+template <class Model>
+void store_token(const StorePages &pages, const StoreRows &rows, int64_t token, const Row &row) {
+    const int64_t slot = rows.slots[token];
+    if (slot < 0) return;
+    const Slot to = {pages.pool + slot / pages.block_size * pages.block_bytes, slot % pages.block_size, pages.block_size};
+    store_heads<true>(pages, pages.k, to, static_cast<const Model *>(rows.k) + token * rows.k_stride, row);
+    store_heads<false>(pages, pages.v, to, static_cast<const Model *>(rows.v) + token * rows.v_stride, row);
 }
 
 // Returns 1 where there is no memory.
 template <class Model>
-int32_t store_kv(const StoreCall &call) {
+int32_t store_kv(const StorePages &pages, const StoreRows &rows) {
     constexpr int64_t NUMBERS_PER_THREAD = 1 << 15;  // fewer are not worth waking a thread
-    const int64_t wanted = call.tokens * call.kv_heads * call.head_dim / NUMBERS_PER_THREAD + 1;
+    const int64_t wanted = rows.tokens * pages.kv_heads * pages.head_dim / NUMBERS_PER_THREAD + 1;
     const int threads = static_cast<int>(wanted < octavo_threads() ? wanted : octavo_threads());
-    const int64_t row_bytes = Row::bytes(call.head_dim);
+    const int64_t row_bytes = Row::bytes(pages.head_dim);
     uint8_t *memory = static_cast<uint8_t *>(malloc(threads * row_bytes));
     if (!memory) return 1;
     auto body = [&](int thread) {
-        const Row row = Row::in(memory + thread * row_bytes, call.head_dim);
-        const int64_t end = call.tokens * (thread + 1) / threads;
-        for (int64_t token = call.tokens * thread / threads; token < end; token++)
-            store_token<Model>(call, token, row);
+        const Row row = Row::in(memory + thread * row_bytes, pages.head_dim);
+        const int64_t end = rows.tokens * (thread + 1) / threads;
+        for (int64_t token = rows.tokens * thread / threads; token < end; token++)
+            store_token<Model>(pages, rows, token, row);
     };
     on_threads(threads, body);
     free(memory);
@@ -167,6 +179,10 @@ int32_t store_kv(const StoreCall &call) {
 
 }  // namespace
 
-#define STORE_ENTRIES(ISA)                                                                                      \
-    extern "C" int32_t octavo_store_kv_fp32_##ISA(const StoreCall *call) { return store_kv<float>(*call); }     \
-    extern "C" int32_t octavo_store_kv_bf16_##ISA(const StoreCall *call) { return store_kv<Bf16Bits>(*call); }
+#define STORE_ENTRIES(ISA)                                                                              \
+    extern "C" int32_t octavo_store_kv_fp32_##ISA(const StorePages *pages, const StoreRows *rows) {     \
+        return store_kv<float>(*pages, *rows);                                                          \
+    }                                                                                                   \
+    extern "C" int32_t octavo_store_kv_bf16_##ISA(const StorePages *pages, const StoreRows *rows) {     \
+        return store_kv<Bf16Bits>(*pages, *rows);                                                       \
+    }
