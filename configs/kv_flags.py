@@ -119,11 +119,16 @@ def describe(settings: Settings, layout: KVLayout, dtype: DType) -> str:
         words = [_with_scales(format, static, settings) for format in (k_format, v_format)]
         part = words[0] if k_format is v_format else f"K {words[0]}, V {words[1]}"
         parts.append(part if len(kinds) == 1 else f"{part}: {count} of {len(layers)} layers")
-    plain = PLAIN[dtype]
-    size = layout.bytes_per_token
-    whole = sum(replace(layer, format=plain, value_format=None, static=False).bytes_per_token() for layer in layers)
-    share = "" if size == whole else f", {100 * size / whole:.1f} % of what {plain.value} takes"
+    size, whole = layout.bytes_per_token, plain_bytes_per_token(layout, dtype)
+    share = "" if size == whole else f", {100 * size / whole:.1f} % of what {PLAIN[dtype].value} takes"
     return f"{'; '.join(parts)}; {size} bytes a token{share}"
+
+
+def plain_bytes_per_token(layout: KVLayout, dtype: DType) -> int:
+    """What a token would take in the model's own format."""
+    layers = (layer for group in layout.groups for layer in group.spec.layers)
+    plain = (replace(layer, format=PLAIN[dtype], value_format=None, static=False) for layer in layers)
+    return sum(layer.bytes_per_token() for layer in plain)
 
 
 def _with_scales(format: KVFormat, static: bool, settings: Settings) -> str:

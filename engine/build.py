@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configs.kv import KVLayout
-from configs.kv_flags import PLAIN, describe, format_name, kv_layers, pair_name
+from configs.kv_flags import PLAIN, describe, format_name, kv_layers, pair_name, plain_bytes_per_token
 from configs.limits import SchedulerLimits
 from configs.model import SizedConfig
 from configs.pool import Costs, Memory, PoolPlan, size_pools
@@ -102,6 +102,7 @@ def _cache_info(settings: Settings, layout: KVLayout, plan: PoolPlan, device: De
         max_model_len=plan.max_model_len,
         enable_prefix_caching=settings.enable_prefix_caching,
         pool_bytes=plan.pool_bytes,
+        plain_bytes_per_token=plain_bytes_per_token(layout, device.dtype_name),
     )
 
 
@@ -119,7 +120,7 @@ def _summary(
         "model": f"{name} ({config.title})",
         "dtype": device.dtype_name + (f" ({device.dtype_note})" if device.dtype_note else ""),
         "device": device.words,
-        "attention": _attention(layout, device),
+        "attention": attention_in_words(layout, device),
         "linear": _kernel("pack_linear", device),
         "KV format": formats,
         "KV pool": _pools(plan, layout),
@@ -147,7 +148,7 @@ def _pools(plan: PoolPlan, layout: KVLayout) -> str:
     return f"{' and '.join(parts)}, {plan.pool_bytes / 2**30:.2f} GiB ({plan.decided_by})"
 
 
-def _attention(layout: KVLayout, device: Device) -> str:
+def attention_in_words(layout: KVLayout, device: Device) -> str:
     """What serves attention, for each of the formats in which layers keep K and V."""
     layers = [layer for group in layout.groups for layer in group.spec.layers]
     served: dict[str, list[str]] = {}

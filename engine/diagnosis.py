@@ -18,7 +18,7 @@ import torch
 from configs.kv_flags import describe
 from configs.settings import Settings
 from configs.version import VERSION
-from engine.build import plan_pool
+from engine.build import attention_in_words, plan_pool
 from engine.device import CGROUP, Device, NoGPU, available_memory, look_for_gpu, usable_cores
 from engine.errors import StartupError
 from engine.model.registry import read_config
@@ -193,6 +193,7 @@ def model(settings: Settings, device: Device) -> dict[str, str]:
         "KV cache": f"{plan.num_blocks} pages of {settings.block_size} tokens = {plan.num_tokens} tokens, "
         f"{_gib(plan.pool_bytes)}",
         "KV format": describe(settings, layout, device.dtype_name),
+        "attention": attention_in_words(layout, device),
         "decided by": plan.decided_by,
         "longest sequence": f"{plan.max_model_len} tokens",
         **({"note": " ".join(plan.notes)} if plan.notes else {}),

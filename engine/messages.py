@@ -197,6 +197,8 @@ class CacheInfo(msgspec.Struct):
     enable_prefix_caching: bool
     pool_bytes: int | None = None
     """Of all KV groups, where some have fewer pages; None: `num_blocks` of each."""
+    plain_bytes_per_token: int | None = None
+    """What `bytes_per_token` would be in the format that the model computes in; None: it is."""
 
     @property
     def num_tokens(self) -> int:

@@ -171,14 +171,16 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, Hq, D] over the pages of each row's sequence -> [T, Hq * D], q's dtype.
 
+    K and V are read as they are stored (`reference.kv_formats`) and multiplied in `compute_dtype`.
+
     block_tables: int32 [B, max_blocks]; query_start: int32 [B + 1], rows [query_start[b], query_start[b + 1]) are the
-    last ones of sequence b; seq_lens: int32 [B], context length including these rows. Row i of n sees the first
-    seq_len - n + i + 1 tokens, with a window the last `window` of those; other slots contribute nothing, whatever they
-    hold, and entries of block_tables for blocks of which no row sees anything are never read. q: any row stride, heads
-    and dims dense. Hq is a multiple of Hkv; query heads [h * Hq / Hkv, (h + 1) * Hq / Hkv)
-    read key/value head h. A score is q . k x scale, scale > 0; with softcap > 0 it is softcap x tanh(q . k x scale /
-    softcap), as in Gemma 2. sinks: fp32 [Hq], contiguous, for each query head the logit of no token: it takes its share
-    of the softmax and adds nothing (Xiao et al. 2023; learned in gpt-oss).
+    last ones of sequence b; seq_lens: int32 [B], context length including these rows. Row i of n sees the first seq_len
+    - n + i + 1 tokens, with a window the last `window` of those; other slots contribute nothing, whatever codes and
+    scales they hold, and entries of block_tables for blocks of which no row sees anything are never read. q: any row
+    stride, heads and dims dense. Hq is a multiple of Hkv; query heads [h * Hq / Hkv, (h + 1) * Hq / Hkv) read key/value
+    head h. A score is q . k x scale, scale > 0; with softcap > 0 it is softcap x tanh(q . k x scale / softcap), as in
+    Gemma 2. sinks: fp32 [Hq], contiguous, for each query head the logit of no token: it takes its share of the softmax
+    and adds nothing (Xiao et al. 2023; learned in gpt-oss).
     """
     kind = pages.kind
     assert q.dim() == 3 and q.shape[2] == kind.head_dim and q.shape[1] % kind.kv_heads == 0, (q.shape, kind)

@@ -231,6 +231,8 @@ class CompatCollector(Collector):
             "num_gpu_blocks": cache.num_blocks,
             "num_cpu_blocks": 0,
             "cache_dtype": cache.dtype,
+            "kv_cache_bytes_per_token": cache.bytes_per_token,
+            "kv_cache_plain_bytes_per_token": cache.plain_bytes_per_token or cache.bytes_per_token,
             "gpu_memory_utilization": self._memory_share,
             "enable_prefix_caching": cache.enable_prefix_caching,
             "kv_cache_size_tokens": cache.num_tokens,

@@ -30,16 +30,6 @@ def native_kernels():
     ]
 
 
-def kernels_for(formats):
-    """Those of `all_kernels` that read pages in `formats` (K's, V's)."""
-    refuses = native.CANDIDATES[0].refuses
-    return [
-        param
-        for param in all_kernels()
-        if param.values[0] is None or goes_row_by_row(param.values[1]) or refuses(param.values[0], formats) is None
-    ]
-
-
 def all_kernels():
     """The native ones and the torch reference."""
     plain = [pytest.param(t, reference.paged_attention, id=f"{kind}-reference") for t, kind in KINDS.items()]

@@ -30,7 +30,7 @@ class ForwardBatch:
 
 
 class KVStore(Protocol):
-    """Writes K and V of a layer into the pool, in the layer's format."""
+    """Writes K and V of a layer into the pool, in the layer's formats."""
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:
         """k, v: [T, kv_heads, head_dim], any row stride, model dtype."""

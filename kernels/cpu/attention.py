@@ -1,22 +1,25 @@
 """Paged attention on the CPU in C++; `csrc/attention.h` says how a row's result is defined. Contract: `kernels.ops`."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from configs.kv import KVFormat
+from configs.kv import KVFormat, KVHalf
 from kernels.cpu.library import NativeLibrary
-from kernels.cpu.offers import native_candidates
-from kernels.ops import LayerPages
-from kernels.registry import KVFormats
+from kernels.cpu.offers import KINDS, native_candidates
+from kernels.cpu.store import FORMATS, rotation_signs
+from kernels.ops import LayerPages, compute_dtype
 
 ISAS = {
     torch.float32: ("baseline", "avx2", "avx512"),
     torch.bfloat16: ("baseline", "avx2", "avx512", "avx512bf16", "amx"),
 }
-"""Instruction sets that the sources of attention have."""
+"""Instruction sets that the sources of attention have, by the dtype in which it multiplies."""
+
+NUMBERS = {torch.float32: FORMATS[KVFormat.FP32], torch.bfloat16: FORMATS[KVFormat.BF16]}
+"""How C++ is told a tensor's dtype."""
 
 NO_WINDOW = 2**31 - 1
 """Tokens: no sequence has more, its length being an int32."""
@@ -24,16 +27,30 @@ NO_WINDOW = 2**31 - 1
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 
 
+class AttentionHalf(ctypes.Structure):
+    """Mirror of the struct in `csrc/attention_pages.h`."""
+
+    _fields_ = (
+        ("format", _I64),
+        ("codes", _I64),
+        ("scales", _I64),
+        ("zeros", _I64),
+        ("signs", _PTR),
+        ("channels", _PTR),
+    )
+
+
 class AttentionCall(ctypes.Structure):
-    """Mirror of the struct in `csrc/attention.h`."""
+    """Mirror of the struct in `csrc/attention_pages.h`."""
 
     _fields_ = (
         ("q", _PTR),
+        ("numbers", _I64),
         ("q_stride", _I64),
         ("pool", _PTR),
         ("block_bytes", _I64),
-        ("k_offset", _I64),
-        ("v_offset", _I64),
+        ("k", AttentionHalf),
+        ("v", AttentionHalf),
         ("block_size", _I64),
         ("heads", _I64),
         ("kv_heads", _I64),
@@ -53,9 +70,10 @@ class AttentionCall(ctypes.Structure):
 
 @dataclass(frozen=True)
 class NativeAttention:
-    """`paged_attention` by one entry of the library."""
+    """`paged_attention` by entries of the library."""
 
-    entry: Callable[..., int]
+    entries: Mapping[torch.dtype, Callable[..., int]]
+    """By the dtype in which they multiply (`ops.compute_dtype`)."""
 
     def __call__(
         self,
@@ -70,18 +88,19 @@ class NativeAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows, heads, dims = q.shape
-        k_part, v_part = (half.codes for half in pages.halves)
+        kind, (k_half, v_half) = pages.kind, pages.halves
         out = q.new_empty(rows, heads * dims)
         call = AttentionCall(
             q.data_ptr(),
+            NUMBERS[q.dtype],
             q.stride(0),
             pages.pool.data_ptr(),
             pages.spec.block_bytes,
-            k_part.offset,
-            v_part.offset,
+            _half(pages, k_half, pages.k_channels),
+            _half(pages, v_half, pages.v_channels),
             pages.spec.block_size,
             heads,
-            k_part.shape[0],
+            kind.kv_heads,
             dims,
             block_tables.data_ptr(),
             block_tables.stride(0),
@@ -94,20 +113,35 @@ class NativeAttention:
             None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
         )
-        if self.entry(call):
+        if self.entries[compute_dtype(q.dtype, kind.formats)](call):
             raise MemoryError("no memory for the partial sums of attention")
         return out
 
 
+def _half(pages: LayerPages, half: KVHalf, channels: torch.Tensor | None) -> AttentionHalf:
+    rotated = pages.kind.is_rotated(half.format)
+    return AttentionHalf(
+        FORMATS[half.format],
+        half.codes.offset,
+        -1 if half.scales is None else half.scales.offset,
+        -1 if half.zeros is None else half.zeros.offset,
+        rotation_signs(pages.kind.head_dim).data_ptr() if rotated else None,
+        None if channels is None else channels.data_ptr(),
+    )
+
+
 def native_attention(native: NativeLibrary, ending: str) -> NativeAttention:
-    """ending: "bf16_avx2"."""
-    return NativeAttention(native.function(f"attention_{ending}", [ctypes.POINTER(AttentionCall)], ctypes.c_int32))
+    """ending: "bf16_avx2", the dtype of q and out and the instruction set of the entry that multiplies in it. What bf16
+    cannot hold is multiplied in fp32 by the strongest instruction set up to that one."""
+    kind, isa = ending.split("_")
+    entries = {dtype: _entry(native, dtype, isa) for dtype, name in KINDS.items() if name == kind}
+    weaker = ISAS[torch.bfloat16][: ISAS[torch.bfloat16].index(isa) + 1]
+    fp32_isa = [isa for isa in ISAS[torch.float32] if isa in weaker][-1]
+    return NativeAttention({torch.float32: _entry(native, torch.float32, fp32_isa), **entries})
 
 
-def refuses_pages(dtype: torch.dtype, formats: KVFormats) -> str | None:
-    """Why attention here cannot read pages of these formats, or None."""
-    plain = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16}[dtype]
-    return None if formats == (plain, plain) else f"reads pages in {plain.value} only"
+def _entry(native: NativeLibrary, dtype: torch.dtype, isa: str) -> Callable[..., int]:
+    return native.function(f"attention_{KINDS[dtype]}_{isa}", [ctypes.POINTER(AttentionCall)], ctypes.c_int32)
 
 
-CANDIDATES = native_candidates("paged_attention", "attention", ISAS, native_attention, refuses_pages)
+CANDIDATES = native_candidates("paged_attention", "attention", ISAS, native_attention)

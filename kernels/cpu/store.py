@@ -21,7 +21,7 @@ ISAS = dict.fromkeys((torch.float32, torch.bfloat16), ("baseline", "avx2", "avx5
 """Instruction sets that the sources of `store_kv` have."""
 
 FORMATS = {format: number for number, format in enumerate(KVFormat)}
-"""As in `csrc/kv_encode.h`."""
+"""As in `csrc/kv_format.h`."""
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 

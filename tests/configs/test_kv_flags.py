@@ -1,6 +1,8 @@
 """Which format each layer's K and V get from the flags, and which flags are refused."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -222,3 +224,18 @@ def test_a29_formats_and_where_scales_come_from_are_said(flags: dict[str, str], 
     settings = Settings.create(flags)
     layout = KVLayout.of(kv_layers(settings, model(None, 9, None), "bfloat16"), 16)
     assert describe(settings, layout, "bfloat16") == words
+
+
+def test_the_documented_bytes_are_these():
+    """Of one token in one head: K alone."""
+    text = (Path(__file__).parents[2] / "docs/kv-quantisation.md").read_text()
+    table = text.split("| format | a number is stored as |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert len(rows) == 6
+    for names, _, _, rotated, *figures in rows:
+        static = "--kv-cache-scales" in names
+        for name in re.findall(r"`(\w+)`", names):
+            format = KVFormat(name)
+            sizes = [LayerKV(1, size, format, static=static).bytes_per_token() // 2 for size in (64, 128)]
+            assert figures == [*map(str, sizes), f"{sizes[0] / 128:.3f}"], names
+            assert (rotated == "yes") == LayerKV(1, 64, format, static=static).is_rotated(format)

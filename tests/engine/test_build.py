@@ -69,6 +69,18 @@ def test_the_start_up_block_names_the_device_and_its_kernels(tmp_path: Path) -> 
     assert build._summary("tiny", config, noted, plan, layout, "int8")["dtype"] == "float16 (no bfloat16)"
 
 
+def test_attention_is_named_for_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers with a window, which are skipped, and of the others."""
+    folder = tiny_models.build(tmp_path, tiny_models.VARIANTS["gemma3"])
+    config = read_config(folder, trust_remote_code=False)
+    layout, _ = build.plan_pool(Settings(kv_cache_dtype="int4", kv_cache_dtype_v="int8"), config, CPU)
+    monkeypatch.setattr(build, "_kernel", lambda op, device, formats: f"{op} of {formats[0].value}")
+    said = build.attention_in_words(layout, CPU)
+    assert said == "int4/int8: paged_attention of int4; fp32: paged_attention of fp32"
+    monkeypatch.setattr(build, "_kernel", lambda op, device, formats: "one for all")
+    assert build.attention_in_words(layout, CPU) == "one for all"
+
+
 def test_a_gpus_pool_leaves_room_for_a_step(tmp_path: Path) -> None:
     """0.9 of what is free holds weights, step and pool; the CPU's default is another."""
     config = read_config(tiny_models.build(tmp_path), trust_remote_code=False)

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from smollm2 import smollm2_gguf
 from tiny_models import TinyModel, build, build_outlier
 
 from configs.kv import LayerKV
+from configs.kv_flags import PLAIN, kv_layers
 from configs.settings import Settings
 from engine import LLM, SamplingParams
 from engine.cache_trial import try_cache
@@ -14,8 +16,11 @@ from engine.calibration import calibrate
 from engine.device import Device
 from engine.errors import StartupError
 from engine.model.registry import load_model, read_config
+from engine.runner.fidelity import Trial
 from engine.served_model import SAMPLE_TOKENS
+from engine.source import ModelSource
 from engine.text.sample import SAMPLE
+from engine.text.tokenizer import Tokenizer
 
 IDS = list(SAMPLE.encode()[:SAMPLE_TOKENS])
 SMALL = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 32, "max_num_seqs": 4, "num_threads": 1}
@@ -79,10 +84,31 @@ def test_the_engine_does_not_start(tmp_path: Path) -> None:
     with LLM(str(tmp_path), kv_cache_dtype="int8", kv_cache_dtype_v="int4", **SMALL) as llm:
         assert llm.info.cache.dtype == "int8/int4"
         assert llm.info.cache.bytes_per_token == 2 * (64 + 2 + 32 + 8)
+        assert llm.info.cache.plain_bytes_per_token == 2 * (64 + 64) * 4
         assert llm.info.summary["KV format"].startswith("K int8 (rotated")
         assert "nats" in llm.info.summary["KV fidelity"]
         [result] = llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))
         assert len(result.outputs[0].token_ids) == 3
+
+
+def test_a29_formats_of_the_default_model() -> None:
+    """SmolLM2, by the bits: twice what was measured is the bound; e4m3 is nearer than e5m2."""
+    path = smollm2_gguf()
+    settings = Settings.create({"device": "cpu"})
+    device = Device.find(settings)
+    config = read_config(path, trust_remote_code=False)
+    model = load_model(path, config, device.dtype, 512, lambda fraction: None)
+    ids = Tokenizer.load(ModelSource(path, "smollm2", "test")).encode(SAMPLE, add_special_tokens=True)[:SAMPLE_TOKENS]
+    plain = config.kv_layers(PLAIN[device.dtype_name])
+    trial_of = Trial(model, plain, ids, device.place, 512)
+    bounds = {("fp8", "auto"): 0.012, ("fp8_e5m2", "auto"): 0.054, ("int8", "auto"): 0.004, ("int8", "int4"): 0.012}
+    bounds[("int4", "auto")] = 0.07
+    found = {}
+    for (k_name, v_name), bound in bounds.items():
+        other = settings.model_copy(update={"kv_cache_dtype": k_name, "kv_cache_dtype_v": v_name})
+        found[k_name, v_name] = trial_of.measure(kv_layers(other, config, device.dtype_name), None).divergence
+        assert 0 < found[k_name, v_name] < bound, found
+    assert found["fp8", "auto"] < found["fp8_e5m2", "auto"]
 
 
 def test_scales_of_another_model_with_the_same_shapes_are_refused(tmp_path: Path) -> None:

@@ -67,6 +67,10 @@ def test_the_kv_cache_that_would_be_chosen(tiny: Path) -> None:
     rows = model(Settings(model=str(tiny), num_gpu_blocks_override=64), CPU)
     assert rows["KV cache"].startswith("64 pages of 16 tokens = 1024 tokens")
     assert rows["decided by"] == "--num-gpu-blocks-override 64" and rows["longest sequence"] == "512 tokens"
+    assert rows["KV format"] == "fp32; 512 bytes a token"
+    rows = model(Settings(model=str(tiny), kv_cache_dtype="int8"), CPU)
+    words = "int8 (rotated, a scale for each token and head); 144 bytes a token, 28.1 % of what fp32 takes"
+    assert rows["KV format"] == words and rows["attention"]
     rows = model(Settings(model=str(tiny), num_gpu_blocks_override=4), CPU)
     assert "holds 64 tokens" in rows["note"]
 

@@ -5,11 +5,10 @@ import itertools
 
 import pytest
 import torch
-from paged import goes_row_by_row, kernels_for, make_paged, native_kernels, plain_attention
+from paged import all_kernels, goes_row_by_row, make_paged, native_kernels, plain_attention
 
 from configs.kv import KVFormat
 from kernels import ops
-from kernels.cpu import attention as native
 from kernels.registry import choose
 from kernels.threads import num_threads, set_threads
 
@@ -30,12 +29,16 @@ def cases(formats, static=()):
             *param.values, both, fixed, id="-".join([param.id or "", *(f.value for f in both), "static" * fixed])
         )
         for both, fixed in [*((each, False) for each in formats), *((each, True) for each in static)]
-        for param in kernels_for(both)
+        for param in all_kernels()
         if param.values[0] is not None
     ]
 
 
 every_format = pytest.mark.parametrize(("dtype", "kernel", "formats", "static"), cases(SAME + MIXED, STATIC))
+exactly = pytest.mark.parametrize(
+    ("dtype", "kernel", "formats", "static"),
+    cases([*SAME, (F.INT8, F.INT4), (F.INT4, F.FP8_E4M3), (F.BF16, F.INT8), (F.FP32, F.FP16)], [(F.INT8, F.FP8_E4M3)]),
+)
 quantised = pytest.mark.parametrize(
     ("dtype", "kernel", "formats", "static"),
     cases([*QUANTISED, (F.INT8, F.INT4), (F.INT4, F.FP8_E4M3)], [(F.INT8, F.FP8_E4M3)]),
@@ -63,12 +66,16 @@ def plain_results(dtype, formats, static, window=None, softcap=None, sinks=False
     )
     parts = [(b, max(0, n - (1, 2, 5, 40)[b % 4]), n) for b, n in enumerate(lengths)]
     asked = {"window": window, "softcap": softcap, "sinks": torch.linspace(-2, 3, 2 * group) if sinks else None}
+    # A weight of bf16 is rounded with its token's scale in it, also where plain torch has 1, which needs no rounding.
+    times = 3 if formats[1] in (F.FP8_E4M3, F.INT8) else 2
     expected = []
     for b, first, _ in parts:
         q, (k, v) = paged.q[b][first:], paged.read(b)
         exact = plain_attention(q.double(), k, v, paged.scale, **asked)
         rounded = plain_attention(q, k.to(dtype), v.to(dtype), paged.scale, **asked)
-        expected.append((exact, 2 * (rounded - exact).abs().max() + 1e-5))
+        # Few numbers may be lucky: the largest one's rounding is a quarter of eps at least.
+        plain = max((rounded - exact).abs().max(), exact.abs().max() * torch.finfo(dtype).eps / 4)
+        expected.append((exact, times * plain + 1e-5))
     return paged, parts, expected, asked
 
 
@@ -81,8 +88,9 @@ def check(kernel, results):
 
 
 @every_format
-def test_error_is_that_of_plain_torch_at_most_twice(dtype, kernel, formats, static):
-    """flash-attn's rule, with what the pages hold as K and V: against fp64, at most twice the error of plain torch."""
+def test_error_is_that_of_plain_torch_at_most_a_few_times(dtype, kernel, formats, static):
+    """flash-attn's rule, with what the pages hold as K and V: against fp64, at most twice the error of plain torch, or
+    three times where V's scales are left to the weights."""
     check(kernel, plain_results(dtype, formats, static))
 
 
@@ -107,7 +115,28 @@ def test_windows_caps_and_sinks(dtype, kernel, formats, static, asked):
     check(kernel, plain_results(dtype, formats, static, *asked))
 
 
-@quantised
+@pytest.mark.parametrize(("dtype", "kernel"), native_kernels())
+@pytest.mark.parametrize("format", [F.FP8_E4M3, F.FP8_E5M2, F.INT8], ids=lambda format: format.value)
+def test_codes_are_read_exactly(dtype, kernel, format):
+    """All that there are, as K and as V: the bits are those of attention over the same numbers in the plain format."""
+    codes = torch.arange(256).to(torch.uint8).view(getattr(torch, format.dtype)).float()
+    codes = codes[codes.isfinite() & (codes != -128)]
+    generator = torch.Generator().manual_seed(0)
+    numbers = codes[torch.randint(len(codes), (75, 2, 64), generator=generator)].to(dtype)
+    assert len(numbers.unique()) == len(codes.unique())
+    outputs = []
+    for paged in (
+        make_paged([75], dtype=dtype, formats=(format, format), static=format.may_be_static),
+        make_paged([75], dtype=dtype),
+    ):
+        paged.q[0] /= numbers.abs().max()
+        paged.channels = tuple(None if each is None else torch.ones_like(each) for each in paged.channels)
+        paged.store(0, numbers, numbers)
+        outputs.append(paged.whole(kernel, 0))
+    assert torch.equal(*outputs)
+
+
+@exactly
 def test_decode_and_chunks_equal_prefill(dtype, kernel, formats, static):
     paged = make_paged([600], dtype=dtype, formats=formats, static=static)
     spans, chunks = (((0, 50), (490, 560)), (1, 37))
@@ -120,7 +149,7 @@ def test_decode_and_chunks_equal_prefill(dtype, kernel, formats, static):
             assert torch.equal(torch.cat(pieces), whole), chunk
 
 
-@quantised
+@exactly
 @pytest.mark.parametrize("window", [None, 64])
 def test_company_and_number_of_threads(dtype, kernel, formats, static, window):
     lengths = [700, 3, 32, 129, 513]
@@ -137,7 +166,7 @@ def test_company_and_number_of_threads(dtype, kernel, formats, static, window):
         set_threads(before)
 
 
-@quantised
+@exactly
 def test_block_size(dtype, kernel, formats, static):
     outputs = []
     for block_size in (16, 4, 32, 6, 48, 1024):
@@ -211,13 +240,3 @@ def test_ops_serve_every_format(dtype, formats):
     )
     exact = plain_attention(paged.q[0][-2:].double(), *paged.read(0), paged.scale)
     assert (out - exact).abs().max() < (0.02 if dtype is torch.bfloat16 else 1e-5)
-
-
-def test_a_native_kernel_is_chosen_by_the_formats_it_reads():
-    for param in native_kernels():
-        dtype, kernel = param.values
-        if kernel is None:
-            continue
-        for formats in SAME + MIXED:
-            refusal = native.CANDIDATES[0].refuses(dtype, formats)
-            assert (choose("paged_attention", "cpu", dtype, formats).name == "torch reference") == bool(refusal)

@@ -110,6 +110,18 @@ def test_names_reach_every_scraper_as_they_are(metrics: Metrics, accept: str | N
     assert not any("vllm_" in line for line in lines)
 
 
+def test_a29_the_caches_format_and_what_it_saves_are_labels():
+    for cache, words in (
+        (READY.cache, ("bf16", "256", "256")),
+        (CacheInfo(64, 16, 4096, 132, "int8/int4", 512, True, None, 256), ("int8/int4", "132", "256")),
+    ):
+        metrics = Metrics()
+        metrics.engine_ready("tiny", EngineReady(cache, {}, 259))
+        [(labels, value)] = [(key, value) for key, value in samples(metrics).items() if "cache_config" in key[0]]
+        names = ("cache_dtype", "kv_cache_bytes_per_token", "kv_cache_plain_bytes_per_token")
+        assert value == 1 and all(f"{name}={word}" in labels for name, word in zip(names, words, strict=True)), labels
+
+
 def test_counters_by_reason_start_at_zero_so_that_a_rate_sees_the_first_event():
     metrics = Metrics()
     seen = samples(metrics)

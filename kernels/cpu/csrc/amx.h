@@ -7,15 +7,14 @@
 
 namespace {
 
-// What LDTILECFG reads (Intel SDM, volume 1, chapter 18): all eight tiles 16 rows of 64 bytes.
+// What LDTILECFG reads (Intel SDM, volume 1, chapter 18): all eight tiles 16 rows of 64 bytes, if nothing is changed.
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-inline void configure_tiles() {
-    const TileConfig config;
+inline void configure_tiles(const TileConfig &config = {}) {
     __asm__ volatile("ldtilecfg %0" : : "m"(config));
 }
 inline void release_tiles() { __asm__ volatile("tilerelease"); }

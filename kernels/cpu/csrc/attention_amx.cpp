@@ -12,7 +12,8 @@ class AmxEngine {
 
     const AttentionCall &call;
     const int64_t dims, width, units;  // of a row: dims rounded up to whole steps, to whole vectors; dim units
-    const bool k_in_place;
+    const bool copies_k, copies_v;  // what lies in pages as it is multiplied, but not in whole vectors
+    int tile_rows = 0;  // of the tiles that hold queries, weights, sums
     uint16_t *q;
     uint32_t *k_copy, *v_copy, *v_row_copy;
     float *products;
@@ -20,6 +21,7 @@ class AmxEngine {
   public:
     using Format = Bf16;
     static constexpr int BLOCK = 16;
+    static constexpr bool ABREAST = false;
 
     static int64_t floats(const AttentionCall &call, int rows) {
         const int64_t dims = round_up(call.head_dim, STEP), width = round_up(call.head_dim, W);
@@ -32,26 +34,30 @@ class AmxEngine {
           dims(round_up(call.head_dim, STEP)),
           width(round_up(call.head_dim, W)),
           units(call.head_dim / 2),
-          k_in_place(call.block_size % W == 0 && dims == call.head_dim),
+          copies_k(Decoder<Bf16>::in_place(call.k) && (call.block_size % W || dims != call.head_dim)),
+          copies_v(Decoder<Bf16>::in_place(call.v) && width != call.head_dim),
           q(scratch.take<uint16_t>((rows + ROWS) * dims)),
           k_copy(scratch.take<uint32_t>(dims / 2 * TILE)),
           v_copy(scratch.take<uint32_t>(TILE / 2 * width)),
           v_row_copy(scratch.take<uint32_t>(TILE / 2 * width)),
           products(scratch.take<float>(ROWS * width)) {
-        configure_tiles();
         memset(q, 0, sizeof(uint16_t) * (rows + ROWS) * dims);
         memset(k_copy, 0, sizeof(uint32_t) * dims / 2 * TILE);
     }
     ~AmxEngine() { release_tiles(); }
 
-    void gather_q(const Panel &panel) {
-        for (int row = 0; row < panel.all_rows(); row++) {
-            const int r = row % panel.rows;
-            const int64_t head = (panel.kv_head + row / panel.rows) * call.group() + panel.first_head + r % panel.heads;
-            const uint16_t *from =
-                static_cast<const uint16_t *>(call.q) + (panel.token + r / panel.heads) * call.q_stride;
-            memcpy(q + row * dims, from + head * call.head_dim, sizeof(uint16_t) * call.head_dim);
+    static int64_t score_parts(const AttentionCall &call) { return round_up(call.head_dim, STEP) / STEP; }
+    static int64_t add_parts(const AttentionCall &) { return 1; }
+
+    void gather_q(const Panel &panel, const ModelRows<Bf16> &rows) {
+        if (tile_rows != least(panel.rows, ROWS)) {
+            tile_rows = least(panel.rows, ROWS);
+            TileConfig config;
+            for (int tile = C0; tile <= A; tile++) config.rows[tile] = static_cast<uint8_t>(tile_rows);
+            configure_tiles(config);
         }
+        for (int row = 0; row < panel.all_rows(); row++)
+            memcpy(q + row * dims, rows.query(panel, row), sizeof(uint16_t) * call.head_dim);
     }
 
     // K is copied also where dims are no whole steps. V is copied where the tile crosses blocks, and where it holds
@@ -59,12 +65,17 @@ class AmxEngine {
     void prepare(const Pages<Bf16> &pages, int head, int64_t start, Tile<Bf16> &tile) {
         const Panel &panel = pages.panel;
         const int begin = panel.in_tile(panel.all_begin(), start), end = panel.in_tile(panel.all_end(), start);
-        if (!k_in_place) pages.copy_k(head, start, k_copy, tile);
-        if (end - begin < TILE || width != call.head_dim || !evenly_spaced(tile)) copy_v(begin, end, v_copy, tile);
+        if (copies_k) {
+            pages.gather(call.k.codes + (panel.kv_head + head) * pages.k.head, start, units, k_copy);
+            for (int g = 0; g < GROUPS; g++) tile.k[g] = k_copy + g * W;
+            tile.k_stride = TILE;
+        }
+        if (end - begin < TILE || copies_v || !evenly_spaced(tile)) copy_v(begin, end, v_copy, tile);
     }
 
-    void score(const Panel &panel, int head, const Tile<Bf16> &tile, const Tile<Bf16> *ahead, float *to) const {
-        for (int r = 0; r < panel.rows; r += ROWS) {
+    void score(const Panel &panel, int head, int first, int last, const Tile<Bf16> &tile, Ahead<Bf16> &ahead,
+               float *to) const {
+        for (int r = first / ROWS * ROWS; r < last; r += ROWS) {
             zero_tile<C0>();
             zero_tile<C1>();
             for (int64_t d = 0; d < dims; d += STEP) {
@@ -73,20 +84,16 @@ class AmxEngine {
                 dot_bf16_tiles<C0, A, B0>();
                 load_tile<B1>(tile.k[1] + d / 2 * tile.k_stride, tile.k_stride * 4);
                 dot_bf16_tiles<C1, A, B1>();
-                if (ahead)
-                    for (int64_t unit = d / 2; unit < least((d + STEP) / 2, units); unit++)
-                        for (const uint32_t *k : ahead->k) prefetch(k + unit * ahead->k_stride);
+                ahead.score();
             }
             store_tile<C0>(to + r * TILE, TILE * 4);
             store_tile<C1>(to + r * TILE + W, TILE * 4);
         }
     }
 
-    void add(const Panel &panel, int64_t start, int first, int last, const Tile<Bf16> &tile, const Tile<Bf16> *ahead,
+    void add(const Panel &panel, int64_t start, int first, int last, const Tile<Bf16> &tile, Ahead<Bf16> &ahead,
              const uint32_t *weights, const float *rescale, float *values) {
-        if (ahead)
-            for (const uint32_t *v : ahead->v)
-                for (int64_t d = 0; d < call.head_dim; d += W) prefetch(v + d);
+        ahead.add();
         if (panel.all_see_tile(start) ||
             all_finite(tile, panel.begin_in_tile(last - 1, start), panel.end_in_tile(first, start))) {
             add_rows(tile, first, last, weights, rescale, values);

@@ -10,13 +10,13 @@ namespace {
 // Calls visit(panel) for every panel of the batch; within a sequence the longest ones first. `group_heads`: panels of
 // few rows walk several key/value heads, which lie side by side in a page.
 template <class Visit>
-void for_each_panel(const AttentionCall &call, bool group_heads, Visit visit) {
-    const int64_t group = call.group(), heads = least<int64_t>(group, PANEL_ROWS);
+void for_each_panel(const AttentionCall &call, int64_t panel_rows, bool group_heads, Visit visit) {
+    const int64_t group = call.group(), heads = least(group, panel_rows);
     for (int64_t b = 0; b < call.sequences; b++) {
         const int64_t first = call.query_start[b], last = call.query_start[b + 1];
-        const int64_t tokens = least(last - first, PANEL_ROWS / heads);  // of a panel
+        const int64_t tokens = least(last - first, panel_rows / heads);  // of a panel
         if (tokens <= 0) continue;
-        const int64_t kv_heads = group_heads ? PANEL_ROWS / (tokens * heads) : 1;
+        const int64_t kv_heads = group_heads ? panel_rows / (tokens * heads) : 1;
         for (int64_t chunk = ceil_div(last - first, tokens) - 1; chunk >= 0; chunk--)
             for (int64_t kv = 0; kv < call.kv_heads; kv += kv_heads)
                 for (int64_t head = 0; head < group; head += heads) {
@@ -36,16 +36,26 @@ struct Division {
 
     int64_t items = 0, divided_panels = 0, divided_splits = 0;
     int64_t largest_whole = 0;  // cost of the largest panel that stays whole
+    int64_t panel_rows = 0;  // most rows of a panel
     int threads = 1, rows = 0;  // rows: of the largest panel
     bool group_heads = true;
 
-    explicit Division(const AttentionCall &call) {
-        int64_t cost = 0, splits = 0;
-        for_each_panel(call, true, [&](const Panel &panel) { cost += panel.cost(), splits += panel.splits(); });
-        threads = static_cast<int>(least(octavo_threads(), cost * call.head_dim / DIMS_PER_THREAD + 1));
+    // expands: tiles of K or V are expanded, which serves all rows of a panel.
+    Division(const AttentionCall &call, bool expands) {
+        int64_t cost = 0, splits = 0, panels = 0;
+        const auto count = [&](int64_t rows) {
+            panel_rows = rows;
+            cost = splits = panels = 0;
+            for_each_panel(call, rows, true, [&](const Panel &panel) {
+                cost += panel.cost(), splits += panel.splits(), panels++;
+            });
+            threads = static_cast<int>(least(octavo_threads(), cost * call.head_dim / DIMS_PER_THREAD + 1));
+        };
+        count(expands || call.head_dim > NARROW_DIMS ? PANEL_ROWS : NARROW_PANEL_ROWS);
+        if (threads > 1 && panels < threads * ITEMS_PER_THREAD) count(NARROW_PANEL_ROWS);
         group_heads = threads == 1 || splits >= threads * ITEMS_PER_THREAD;
         largest_whole = threads == 1 ? cost : cost / (threads * ITEMS_PER_THREAD);
-        for_each_panel(call, group_heads, [&](const Panel &panel) {
+        for_each_panel(call, panel_rows, group_heads, [&](const Panel &panel) {
             rows = rows < panel.all_rows() ? panel.all_rows() : rows;
             items += divides(panel) ? panel.splits() : 1;
             divided_panels += divides(panel);
@@ -66,6 +76,8 @@ struct Item {
 
 template <class Engine>
 class Batch {
+    using F = typename Engine::Format;
+
     const AttentionCall &call;
     const Division division;
     const int64_t width, sums_floats, worker_floats;
@@ -78,7 +90,7 @@ class Batch {
   public:
     explicit Batch(const AttentionCall &call)
         : call(call),
-          division(call),
+          division(call, !Decoder<F>::in_place(call.k) || !Decoder<F>::in_place(call.v)),
           width(Worker<Engine>::width_of(call)),
           sums_floats(Sums::floats(division.rows, width)),
           worker_floats(Worker<Engine>::floats(call, division.rows)),
@@ -114,7 +126,7 @@ class Batch {
         Item *item = items;
         int *left = splits_left;
         Scratch sums = partials;
-        for_each_panel(call, division.group_heads, [&](const Panel &panel) {
+        for_each_panel(call, division.panel_rows, division.group_heads, [&](const Panel &panel) {
             if (!division.divides(panel)) {
                 *item++ = {panel, -1, {nullptr}, nullptr};
                 return;
@@ -143,7 +155,7 @@ class Batch {
         const int64_t first = panel.first_split();
         const Sums total = sums_of(item, first);
         for (int64_t split = first + 1; split < panel.end_split(); split++)
-            panel.merge(total, sums_of(item, split), split);
+            total.merge(panel, sums_of(item, split), split);
         worker.write(panel, total);
     }
 };

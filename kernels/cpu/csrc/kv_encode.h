@@ -4,14 +4,11 @@
 
 #pragma once
 
+#include "kv_format.h"
 #include "vec.h"
 
 namespace {
 
-// Mirrored in kernels/cpu/store.py.
-enum class KvFormat : int64_t { FP32, BF16, FP16, FP8_E4M3, FP8_E5M2, INT8, INT4 };
-
-constexpr int INT4_GROUP = 32;
 constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;  // of a float's bits; above INFINITE: not a number
 constexpr uint16_t NAN_SCALE = 0x7e00;
 constexpr float LEAST_SCALE = 6.1e-5f, MOST_SCALE = 65504;
@@ -52,7 +49,8 @@ inline uint8_t e5m2_of(float x) { return fp8_of<5, 2, 0x47600000>(x); }  // 5734
 
 // As IEEE 754 has it: too large is infinite.
 inline uint16_t fp16_of(float x) {
-    const int32_t bits = bits_of(x), magnitude = bits & MAGNITUDE, limit = 0x477ff000;  // 65520 ties with 2^16, the even one
+    constexpr int32_t limit = 0x477ff000;  // 65520 ties with 2^16, the even one
+    const int32_t bits = bits_of(x), magnitude = bits & MAGNITUDE;
     const int32_t code = magnitude < limit ? narrowed<5, 10>(magnitude) : magnitude > INFINITE ? 0x7e00 : 0x7c00;
     return static_cast<uint16_t>(code | (bits >> 16 & 0x8000));
 }
@@ -124,7 +122,8 @@ inline Int4Scale encode_int4(const float *x, uint8_t *__restrict codes) {
         return {NAN_SCALE, 0};
     }
     const float low = of_bits(ordered(least)) + 0.0f;  // no -0: it is as low as 0
-    const uint16_t zero = fp16_of(clamped(low, -MOST_SCALE, MOST_SCALE)), scale = scale_of(of_bits(ordered(most)) - low, 15);
+    const uint16_t zero = fp16_of(clamped(low, -MOST_SCALE, MOST_SCALE));
+    const uint16_t scale = scale_of(of_bits(ordered(most)) - low, 15);
     const float start = float_of_fp16(zero), divisor = float_of_fp16(scale);
     for (int i = 0; i < INT4_GROUP; i++)
         codes[i] = static_cast<uint8_t>(bits_of(clamped((x[i] - start) / divisor, 0, 15) + ROUND) & 15);

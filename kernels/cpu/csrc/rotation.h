@@ -1,4 +1,4 @@
-// The rotation that spreads a head's numbers before they are quantised: signs, then a fast Walsh-Hadamard transform over
+// The rotation that spreads a head's numbers before they are quantised: signs, then a fast Walsh-Hadamard transform of
 // blocks as long as the largest power of two that divides the head's dims. The transform is its own inverse. Sums of
 // two, and one product with a constant at the end: bits are the same on every instruction set, and those of
 // `kernels.reference.kv_formats`.
@@ -26,9 +26,31 @@ inline Vec lane_butterflies(Vec v, int64_t block) {
     return v;
 }
 
+// A whole block, N vectors, in registers.
+template <int N>
+void hadamard_block(float *x, Vec factor) {
+    Vec v[N];
+    for (int i = 0; i < N; i++) v[i] = lane_butterflies(load(x + i * W), W);
+    for (int stride = 1; stride < N; stride *= 2)
+        for (int i = 0; i < N; i++) {
+            const Vec a = v[i & ~stride], b = v[i | stride];
+            if (i & stride) v[i - stride] = add(a, b), v[i] = sub(a, b);
+        }
+    for (int i = 0; i < N; i++) store(x + i * W, mul(v[i], factor));
+}
+
+// Whether it was one of the usual sizes.
+inline bool hadamard_block(float *x, int64_t block, float factor) {
+    if (block == 4 * W) return hadamard_block<4>(x, splat(factor)), true;
+    if (block == 8 * W) return hadamard_block<8>(x, splat(factor)), true;
+    if (block == 16 * W) return hadamard_block<16>(x, splat(factor)), true;
+    return false;
+}
+
 inline void hadamard(float *x, int64_t dims) {
     const int64_t block = dims & -dims;
     const float factor = static_cast<float>(1 / std::sqrt(static_cast<double>(block)));
+    if (block == dims && hadamard_block(x, block, factor)) return;
     int64_t stride = 1;
     if (dims % W == 0) {
         for (int64_t i = 0; i < dims; i += W) store(x + i, lane_butterflies(load(x + i), block));

@@ -1,4 +1,4 @@
-// Writes K and V of new tokens into their pages. Numbers of the model that a format keeps as they are move straight into
+// Writes K and V of new tokens into their pages. Numbers of the model that a format keeps as they are move straight to
 // their places; others become codes and scales first (kv_encode.h), a head of a token at a time.
 
 #pragma once
@@ -93,7 +93,7 @@ inline void widen(const Bf16Bits *from, int64_t dims, float *__restrict to) {
 template <bool IS_K>
 void store_quantised(const StorePages &pages, const StoreHalf &half, const Slot &slot, int64_t head, const Row &row) {
     const int64_t dims = pages.head_dim;
-    uint8_t *codes = static_cast<uint8_t *>(row.numbers), *to = slot.block + half.codes + head * dims * slot.block_size;
+    uint8_t *codes = static_cast<uint8_t *>(row.numbers), *to = slot.block + half.codes;
     if (half.channels)
         for (int64_t i = 0; i < dims; i++) row.x[i] /= half.channels[head * dims + i];
     if (half.signs) rotate(row.x, half.signs, dims);
@@ -112,11 +112,11 @@ void store_quantised(const StorePages &pages, const StoreHalf &half, const Slot 
                 put(found.scale, head * (dims / INT4_GROUP) + group, slot, half.scales);
                 put(found.zero, head * (dims / INT4_GROUP) + group, slot, half.zeros);
             }
-            return place_int4<IS_K>(codes, dims, slot, slot.block + half.codes + head * dims / 2 * slot.block_size);
+            return place_int4<IS_K>(codes, dims, slot, to + head * dims / 2 * slot.block_size);
         default:
             encode_unscaled<e5m2_of>(row.x, dims, codes);
     }
-    place<IS_K, 1>(codes, dims, slot, to);
+    place<IS_K, 1>(codes, dims, slot, to + head * dims * slot.block_size);
 }
 
 // Numbers of the model in another format, a head.
@@ -128,7 +128,8 @@ void store_converted(const StorePages &pages, const StoreHalf &half, const Slot 
     uint8_t *codes = slot.block + half.codes;
     widen(x, dims, row.x);
     if (format == KvFormat::FP32) return place<IS_K, 1>(row.x, dims, slot, reinterpret_cast<float *>(codes) + at);
-    if (format != KvFormat::BF16 && format != KvFormat::FP16) return store_quantised<IS_K>(pages, half, slot, head, row);
+    const bool is_quantised = format != KvFormat::BF16 && format != KvFormat::FP16;
+    if (is_quantised) return store_quantised<IS_K>(pages, half, slot, head, row);
     uint16_t *numbers = static_cast<uint16_t *>(row.numbers);
     for (int64_t i = 0; i < dims; i++) numbers[i] = format == KvFormat::BF16 ? to_bf16(row.x[i]) : fp16_of(row.x[i]);
     place<IS_K, 2>(numbers, dims, slot, reinterpret_cast<uint16_t *>(codes) + at);
@@ -152,7 +153,8 @@ template <class Model>
 void store_token(const StorePages &pages, const StoreRows &rows, int64_t token, const Row &row) {
     const int64_t slot = rows.slots[token];
     if (slot < 0) return;
-    const Slot to = {pages.pool + slot / pages.block_size * pages.block_bytes, slot % pages.block_size, pages.block_size};
+    const int64_t size = pages.block_size;
+    const Slot to = {pages.pool + slot / size * pages.block_bytes, slot % size, size};
     store_heads<true>(pages, pages.k, to, static_cast<const Model *>(rows.k) + token * rows.k_stride, row);
     store_heads<false>(pages, pages.v, to, static_cast<const Model *>(rows.v) + token * rows.v_stride, row);
 }

@@ -33,12 +33,38 @@ inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline float max_of(Vec v) { return _mm512_reduce_max_ps(v); }
 inline Vec as_floats(Units u) { return _mm512_castsi512_ps(u); }
+inline Units as_units(Vec v) { return _mm512_castps_si512(v); }
+inline void store_units(uint32_t *p, Units u) { _mm512_storeu_si512(p, u); }
 inline Units and_units(Units a, Units b) { return _mm512_and_si512(a, b); }
+inline Units or_units(Units a, Units b) { return _mm512_or_si512(a, b); }
+inline Units add_units(Units a, Units b) { return _mm512_add_epi32(a, b); }
 inline Units shift_up_16(Units u) { return _mm512_slli_epi32(u, 16); }
+inline Units shift_down_16(Units u) { return _mm512_srli_epi32(u, 16); }
+inline Units shift_down_4(Units u) { return _mm512_srli_epi32(u, 4); }
+// yes where v is a number.
+inline Vec if_number(Vec v, Vec yes, Vec no) {
+    return _mm512_mask_mov_ps(no, _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), yes);
+}
+inline void store_upper_halves(uint16_t *p, Units u) {
+    _mm256_storeu_epi16(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(u, 16)));
+}
+inline Units widen_bytes(const uint8_t *p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+}
+inline Vec to_floats(Units u) { return _mm512_cvtepi32_ps(u); }
+inline Vec from_int8(const uint8_t *p) {
+    return to_floats(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
+}
+inline Vec from_fp16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_epi16(p)); }
 // Lanes from n on become -inf.
 inline Vec keep_first(Vec v, int n) {
     if (n >= W) return v;
     return _mm512_mask_mov_ps(splat(-INFINITY), n <= 0 ? 0 : (1u << n) - 1, v);
+}
+// The lanes [begin, end) of v, the others of `other`.
+inline Vec between(int begin, int end, Vec v, Vec other) {
+    const auto below = [](int n) { return n <= 0 ? 0u : n >= W ? 0xffffu : (1u << n) - 1; };
+    return _mm512_mask_mov_ps(other, static_cast<__mmask16>(below(end) & ~below(begin)), v);
 }
 // to[i] = the largest lane of v[i].
 inline void max_of_each(const Vec (&v)[4], float *to) {
@@ -82,12 +108,40 @@ inline float max_of(Vec v) {
     return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 }
 inline Vec as_floats(Units u) { return _mm256_castsi256_ps(u); }
+inline Units as_units(Vec v) { return _mm256_castps_si256(v); }
+inline void store_units(uint32_t *p, Units u) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), u); }
 inline Units and_units(Units a, Units b) { return _mm256_and_si256(a, b); }
+inline Units or_units(Units a, Units b) { return _mm256_or_si256(a, b); }
+inline Units add_units(Units a, Units b) { return _mm256_add_epi32(a, b); }
 inline Units shift_up_16(Units u) { return _mm256_slli_epi32(u, 16); }
+inline Units shift_down_16(Units u) { return _mm256_srli_epi32(u, 16); }
+inline Units shift_down_4(Units u) { return _mm256_srli_epi32(u, 4); }
+inline Vec if_number(Vec v, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(v, v, _CMP_ORD_Q)); }
+inline void store_upper_halves(uint16_t *p, Units u) {
+    const __m256i halves = _mm256_srli_epi32(u, 16);
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p), packed);
+}
+inline Units widen_bytes(const uint8_t *p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+}
+inline Vec to_floats(Units u) { return _mm256_cvtepi32_ps(u); }
+inline Vec from_int8(const uint8_t *p) {
+    return to_floats(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+}
+inline Vec from_fp16(const uint16_t *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+}
 inline Vec keep_first(Vec v, int n) {
     if (n >= W) return v;
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_blendv_ps(splat(-INFINITY), v, as_floats(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes)));
+}
+inline Vec between(int begin, int end, Vec v, Vec other) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(begin), lanes);
+    const __m256i seen = _mm256_andnot_si256(before, _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lanes));
+    return _mm256_blendv_ps(other, v, as_floats(seen));
 }
 inline void max_of_each(const Vec (&v)[4], float *to) {
     for (int i = 0; i < 4; i++) to[i] = max_of(v[i]);
@@ -133,9 +187,37 @@ inline float max_of(Vec v) {
     return best;
 }
 inline Vec as_floats(Units u) { return (Vec)u; }
+inline Units as_units(Vec v) { return (Units)v; }
+inline void store_units(uint32_t *p, Units u) { memcpy(p, &u, sizeof u); }
 inline Units and_units(Units a, Units b) { return a & b; }
+inline Units or_units(Units a, Units b) { return a | b; }
+inline Units add_units(Units a, Units b) { return a + b; }
 inline Units shift_up_16(Units u) { return u << 16; }
+inline Units shift_down_16(Units u) { return u >> 16; }
+inline Units shift_down_4(Units u) { return u >> 4; }
+inline Vec if_number(Vec v, Vec yes, Vec no) { return select(v == v, yes, no); }
+inline void store_upper_halves(uint16_t *p, Units u) {
+    for (int i = 0; i < W; i++) p[i] = static_cast<uint16_t>(u[i] >> 16);
+}
+inline Units widen_bytes(const uint8_t *p) { return Units{p[0], p[1], p[2], p[3]}; }
+inline Vec to_floats(Units u) { return __builtin_convertvector((Ints)u, Vec); }
+inline Vec from_int8(const uint8_t *p) {
+    const int8_t *codes = reinterpret_cast<const int8_t *>(p);
+    return __builtin_convertvector((Ints{codes[0], codes[1], codes[2], codes[3]}), Vec);
+}
+// The bits of an fp16 number, moved to those of a float, are 2^-112 of its value; the largest exponent means infinity or
+// NaN in both.
+inline Vec from_fp16(const uint16_t *p) {
+    const Units bits{p[0], p[1], p[2], p[3]}, magnitude = (bits & 0x7fff) << 13;
+    const Ints special = magnitude >= splat_unit(0x7c00 << 13);
+    const Units value = (Units)((Vec)magnitude * splat(0x1p112f)) | ((Units)special & 0x7f800000);
+    return (Vec)(value | (bits & 0x8000) << 16);
+}
 inline Vec keep_first(Vec v, int n) { return select(Ints{0, 1, 2, 3} < Ints{n, n, n, n}, v, splat(-INFINITY)); }
+inline Vec between(int begin, int end, Vec v, Vec other) {
+    const Ints lanes{0, 1, 2, 3};
+    return select((lanes >= begin) & (lanes < end), v, other);
+}
 inline void max_of_each(const Vec (&v)[4], float *to) {
     for (int i = 0; i < 4; i++) to[i] = max_of(v[i]);
 }
