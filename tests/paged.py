@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from configs.kv import KVFormat, KVSpec, LayerKV
-from kernels import reference
+from kernels import ops, reference
 from kernels.cpu import attention as native
 from kernels.cpu import library
 from kernels.cpu.offers import KINDS
@@ -27,6 +27,16 @@ def native_kernels():
         for dtype, isas in native.ISAS.items()
         for isa in isas
         if found.refusal(f"attention_{KINDS[dtype]}", isa) is None
+    ]
+
+
+def kernels_for(formats):
+    """Those of `all_kernels` that read pages in `formats` (K's, V's)."""
+    return [
+        param
+        for param in all_kernels()
+        if goes_row_by_row(param.values[1])
+        or (param.values[0] and ops.compute_dtype(param.values[0], formats) in param.values[1].entries)
     ]
 
 

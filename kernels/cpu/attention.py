@@ -11,6 +11,7 @@ from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import KINDS, native_candidates
 from kernels.cpu.store import FORMATS, rotation_signs
 from kernels.ops import LayerPages, compute_dtype
+from kernels.registry import KVFormats
 
 ISAS = {
     torch.float32: ("baseline", "avx2", "avx512"),
@@ -131,17 +132,21 @@ def _half(pages: LayerPages, half: KVHalf, channels: torch.Tensor | None) -> Att
 
 
 def native_attention(native: NativeLibrary, ending: str) -> NativeAttention:
-    """ending: "bf16_avx2", the dtype of q and out and the instruction set of the entry that multiplies in it. What bf16
-    cannot hold is multiplied in fp32 by the strongest instruction set up to that one."""
+    """ending: "bf16_avx2", the dtype of q and out, and the instruction set of the entries."""
     kind, isa = ending.split("_")
-    entries = {dtype: _entry(native, dtype, isa) for dtype, name in KINDS.items() if name == kind}
-    weaker = ISAS[torch.bfloat16][: ISAS[torch.bfloat16].index(isa) + 1]
-    fp32_isa = [isa for isa in ISAS[torch.float32] if isa in weaker][-1]
-    return NativeAttention({torch.float32: _entry(native, torch.float32, fp32_isa), **entries})
+    needed = [dtype for dtype, name in KINDS.items() if isa in ISAS[dtype] and name in (kind, KINDS[torch.float32])]
+    return NativeAttention({dtype: _entry(native, f"{KINDS[dtype]}_{isa}") for dtype in needed})
 
 
-def _entry(native: NativeLibrary, dtype: torch.dtype, isa: str) -> Callable[..., int]:
-    return native.function(f"attention_{KINDS[dtype]}_{isa}", [ctypes.POINTER(AttentionCall)], ctypes.c_int32)
+def _entry(native: NativeLibrary, ending: str) -> Callable[..., int]:
+    return native.function(f"attention_{ending}", [ctypes.POINTER(AttentionCall)], ctypes.c_int32)
 
 
-CANDIDATES = native_candidates("paged_attention", "attention", ISAS, native_attention)
+def refuses_pages(isa: str, dtype: torch.dtype, formats: KVFormats) -> str | None:
+    """Why an instruction set cannot serve pages of these formats, or None."""
+    if isa in ISAS[compute_dtype(dtype, formats)]:
+        return None
+    return "multiplies bf16, which cannot hold what these pages do"
+
+
+CANDIDATES = native_candidates("paged_attention", "attention", ISAS, native_attention, refuses_pages)

@@ -1,5 +1,6 @@
 """How entries of the native library become candidates of `kernels.registry`."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,9 +16,8 @@ KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 Make = Callable[[NativeLibrary, str], Callable[..., Any]]
 """(library, ending of the entry: "bf16_avx2") -> the function that serves an op."""
 
-
-Refuses = Callable[[torch.dtype, KVFormats], str | None]
-"""`Candidate.refuses`"""
+Refuses = Callable[[str, torch.dtype, KVFormats], str | None]
+"""`Candidate.refuses` of an instruction set."""
 
 
 def native_candidates(
@@ -28,7 +28,15 @@ def native_candidates(
     isas: those that the sources have, by dtype.
     """
     used = [isa for isa in reversed(ISAS) if any(isa in some for some in isas.values())]
-    return tuple(Candidate(op, f"C++ {ISA_TITLES[isa]}", _offer(entry, isa, isas, make), refuses) for isa in used)
+    return tuple(
+        Candidate(
+            op,
+            f"C++ {ISA_TITLES[isa]}",
+            _offer(entry, isa, isas, make),
+            functools.partial(refuses, isa) if refuses else None,
+        )
+        for isa in used
+    )
 
 
 def _offer(
