@@ -154,6 +154,7 @@ def make_paged(
     formats=None,
     static=False,
     poison=0xFF,
+    shuffled=True,
 ):
     """formats: (of K, of V), the dtype's own unless given; poison: what all bytes are that hold nothing."""
     generator = torch.Generator().manual_seed(seed)
@@ -163,7 +164,8 @@ def make_paged(
     counts = [spec.blocks_for_tokens(length) for length in lengths]
     pool = torch.full((sum(counts) + 3, spec.block_bytes), poison, dtype=torch.uint8)
     tables = torch.full((len(lengths), max(counts) + 1), 2**31 - 1, dtype=torch.int32)
-    ids = torch.randperm(pool.shape[0], generator=generator).to(torch.int32)
+    ids = torch.randperm(pool.shape[0], generator=generator) if shuffled else torch.arange(pool.shape[0])
+    ids = ids.to(torch.int32)
     for b, count in enumerate(counts):
         tables[b, :count] = ids[sum(counts[:b]) : sum(counts[:b]) + count]
 

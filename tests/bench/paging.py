@@ -3,7 +3,8 @@
     trace   the same requests with pages of 16 tokens, and with one page for each sequence that is as long as the
             longest one may be: a reservation of the maximum, in contiguous memory. Everything else is the same code.
             First with the model; then as a loss system, in steps, where who finds no room on arrival is refused.
-    kernel  attention over pages of 16 tokens, and over one page that holds the whole context. Alternating; medians.
+    kernel  attention over pages of 16 tokens in random places, and over pages of 128, the largest, that lie side by
+            side in the order of the tokens. Alternating; medians.
     prefix  requests behind one prefix as long as the window allows, one after another: time to the first token with the
             prefix cache and without.
 
@@ -36,7 +37,7 @@ from engine.ports import NoGrammar
 from engine.sampling_params import SamplingParams
 
 WINDOW = 2048
-PAGE = 16
+PAGE, LARGEST_PAGE = 16, 128
 POOL_TOKENS = 16384
 PROMPT_MEAN, OUTPUT_MEAN = 161, 338
 """Of ShareGPT's conversations, as the paper on PagedAttention (arXiv 2309.06180) gives them."""
@@ -135,14 +136,17 @@ def kernel() -> None:
     from kernels import ops
 
     for rows, context in ((1, 512), (1, 2048), (1, 8192), (512, 2048), (512, 8192)):
-        cases = {page: make_paged([context] * 8, kv_heads=3, block_size=page) for page in (PAGE, context)}
+        cases = {
+            page: make_paged([context] * 8, kv_heads=3, block_size=page, shuffled=page == PAGE)
+            for page in (PAGE, LARGEST_PAGE)
+        }
         times: dict[int, list[float]] = {page: [] for page in cases}
         for turn in range(64):
             for page, case in cases.items():
                 begin = time.perf_counter()
                 case.attend(ops.paged_attention, [(turn % 8, context - rows, context)])
                 times[page].append(time.perf_counter() - begin)
-        paged, whole = (statistics.median(times[page]) for page in (PAGE, context))
+        paged, whole = (statistics.median(times[page]) for page in cases)
         print(f"{rows:4} rows, context {context:5}: pages {1e6 * paged:8.1f} us, contiguous {1e6 * whole:8.1f} us, "
               f"{100 * (paged / whole - 1):+.1f} %")  # fmt: skip
 

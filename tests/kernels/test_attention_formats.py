@@ -2,13 +2,14 @@
 
 import functools
 import itertools
+import random
 
 import pytest
 import torch
 from paged import goes_row_by_row, kernels_for, make_paged, native_kernels, plain_attention
 
 from configs.kv import KVFormat
-from kernels import ops
+from kernels import ops, reference
 from kernels.cpu import library
 from kernels.registry import choose
 from kernels.threads import num_threads, set_threads
@@ -134,6 +135,34 @@ def test_codes_are_read_exactly(dtype, kernel, format):
         paged.store(0, numbers, numbers)
         outputs.append(paged.whole(kernel, 0))
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), native_kernels())
+def test_any_combination_agrees_with_the_reference(dtype, kernel):
+    choose_from = random.Random(0)
+    pairs = [both for both in itertools.product(F, repeat=2) if ops.compute_dtype(dtype, both) in kernel.entries]
+    for seed in range(60):
+        formats = choose_from.choice(pairs)
+        group, static = choose_from.choice((1, 2, 3, 7)), choose_from.random() < 0.3
+        paged = make_paged(
+            [choose_from.randint(1, 300)],
+            group=group,
+            head_dim=choose_from.choice((32, 64, 96, 128, 256) if F.INT4 in formats else (6, 32, 40, 64, 80, 96, 256)),
+            block_size=choose_from.choice((4, 8, 16, 32, 48)),
+            dtype=dtype,
+            seed=seed,
+            formats=formats,
+            static=static and any(format.may_be_static for format in formats),
+        )
+        parts = [(0, max(0, paged.lengths[0] - choose_from.choice((1, 2, 5))), paged.lengths[0])]
+        asked = {
+            "window": choose_from.choice((None, 5, 100)),
+            "softcap": choose_from.choice((None, 2.0)),
+            "sinks": choose_from.choice((None, torch.linspace(-1, 1, 2 * group))),
+        }
+        out, expected = (paged.attend(each, parts, **asked)[0] for each in (kernel, reference.paged_attention))
+        allowed = expected.abs().max() * (0.02 if dtype is torch.bfloat16 else 1e-5)
+        assert (out - expected).abs().max() <= allowed, (seed, formats, paged.spec, asked)  # NaN fails too
 
 
 @exactly

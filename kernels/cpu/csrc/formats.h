@@ -1,4 +1,4 @@
-// How numbers of the two formats that attention multiplies lie in 32-bit units, and the dot product of two vectors of
+// How numbers of the two formats that are multiplied lie in 32-bit units, and the dot product of two vectors of
 // units.
 //
 //     fp32: a unit is one number.    bf16: a unit is a pair of numbers (dims in K, tokens in V), the first one low.
