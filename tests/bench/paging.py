@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -92,7 +93,7 @@ def trace(model: Path, count: int = 48) -> None:
             engine.add(ids, SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True))
         results: dict[str, Completion] = {}
         begin = time.perf_counter()
-        seen = watch(engine.core, page, lambda engine=engine, results=results: engine.step(results))  # type: ignore[misc]
+        seen = watch(engine.core, page, partial(engine.step, results))
         seconds = time.perf_counter() - begin
         preempted = sum(engine.core.stats().preemptions_total.values())
         print(f"{name:10} {tokens / seconds:7.1f} output tokens/s in {seconds:.1f} s; {seen.line()}; "
