@@ -33,9 +33,9 @@ class KVFormat(enum.Enum):
     FP8_E5M2 = "fp8_e5m2"
     """As it is, saturating."""
     INT8 = "int8"
-    """With a scale for each token and head, rotated."""
+    """With a scale for each token and head."""
     INT4 = "int4"
-    """With a scale and a zero point for each token, head and `INT4_GROUP` numbers, rotated."""
+    """With a scale and a zero point for each token, head and `INT4_GROUP` numbers."""
 
     @property
     def bits(self) -> int:
@@ -90,11 +90,11 @@ class LayerKV:
 
     def is_rotated(self, format: KVFormat) -> bool:
         """Whether a Hadamard rotation spreads a head's numbers before they become codes of `format`: one outlier would
-        flatten the rest."""
-        return format is KVFormat.INT4 or (format is KVFormat.INT8 and not self.static)
+        flatten the rest, with which it shares a scale."""
+        return self.num_scales(format) > 0
 
     def num_scales(self, format: KVFormat) -> int:
-        """Scales of a token and head."""
+        """Scales of a token and head that lie in the block."""
         if format is KVFormat.INT4:
             return self.head_dim // INT4_GROUP
         return int(format.may_be_static and not self.static)

@@ -10,7 +10,7 @@ from configs.limits import SchedulerLimits
 from configs.model import SizedConfig
 from configs.pool import Costs, Memory, PoolPlan, size_pools
 from configs.settings import Settings
-from engine.cache_trial import try_cache
+from engine.cache_trial import prepare_cache
 from engine.core.kv.manager import KVManager
 from engine.core.loop import EngineCore
 from engine.core.scheduler import Scheduler
@@ -21,7 +21,8 @@ from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
 from engine.runner import company
 from engine.runner.executor import SingleExecutor
-from engine.runner.kv_scales import Channels, KVScales
+from engine.runner.kv_scales import KVScales
+from engine.runner.kv_store import Shapings
 from engine.runner.model_runner import ModelRunner
 from kernels.cpu.exactness import ON_A_GPU, inexact
 from kernels.cpu.exactness import report as report_exactness
@@ -47,7 +48,7 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
         policy=settings.scheduling_policy,
         kv_refresh_interval=settings.kv_refresh_interval,
     )
-    channels = _channels(settings, config, device)
+    static = _static_scales(settings, config, device)
 
     report(EngineLoading("loading weights"))
     with device.enough_memory("the weights"):
@@ -62,9 +63,11 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     device.trim()
     report(EngineLoading("warming up", 1.0))
     with device.enough_memory("a step"):
-        error = try_cache(settings, config, model, device, launch.sample_token_ids[: plan.max_model_len], channels)
+        shapings, fidelity = prepare_cache(
+            settings, config, model, device, launch.sample_token_ids, plan.max_model_len, static
+        )
     plain = None if limits.kv_refresh_interval is None else PLAIN[device.dtype_name]
-    runner = ModelRunner(model, config, layout, plan.num_pages, limits, device.place, plain, channels)
+    runner = ModelRunner(model, config, layout, plan.num_pages, limits, device.place, plain, shapings)
     executor = SingleExecutor(runner, launch.eos_token_ids)
     with device.enough_memory("a step"):
         executor.warm_up(largest=device.is_gpu)
@@ -74,22 +77,21 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     core = EngineCore(scheduler, executor, NoGrammar(), cache)
     summary = _summary(launch.name, config, device, plan, layout, describe(settings, layout, device.dtype_name))
     summary["prefix cache"] = "on" if settings.enable_prefix_caching else "off"
-    if error:
-        summary["KV fidelity"] = error
+    if fidelity:
+        summary["KV fidelity"] = fidelity
     if runner.refresh is not None:
         summary["refresh"] = _refresh(settings, runner.refresh.pool.nbytes)
     summary["answers"] = _exactness(runner, device)
     return core, EngineReady(cache, summary, config.vocab_size)
 
 
-def _channels(settings: Settings, config: SizedConfig, device: Device) -> list[Channels] | None:
-    """What static layers' K and V are divided by, on the device; None without a file of scales."""
+def _static_scales(settings: Settings, config: SizedConfig, device: Device) -> list[Shapings] | None:
+    """None without a file of scales."""
     if settings.kv_cache_scales is None:
         return None
     path = Path(settings.kv_cache_scales)
     layers = kv_layers(settings, config, device.dtype_name)
-    found = KVScales.load(path).channels(path, config.architecture, layers)
-    return [(None if k is None else k.to(device.place), None if v is None else v.to(device.place)) for k, v in found]
+    return KVScales.load(path).shapings(path, config.architecture, layers, device.place)
 
 
 def _cache_info(settings: Settings, layout: KVLayout, plan: PoolPlan, device: Device) -> CacheInfo:

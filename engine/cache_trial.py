@@ -1,5 +1,8 @@
-"""Whether a KV cache in another format than the model's own still gives the model's answers: asked at start, of this
-model, with a short text. Nonsense is refused, with its measure and with what works instead."""
+"""A KV cache in another format than the model's own, made ready at start.
+
+a text, first part ──> the format is tried: does it still give the model's answers? Nonsense is refused
+        second part ─> keys are fitted, so that they lose little (`engine.runner.key_fit`)
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -11,7 +14,9 @@ from engine.device import Device
 from engine.errors import StartupError
 from engine.model.base import CausalLM
 from engine.runner.fidelity import MAX_DIVERGENCE, Trial
-from engine.runner.kv_scales import Channels
+from engine.runner.key_fit import KeyFit
+from engine.runner.kv_store import Shapings
+from engine.text.sample import TRIED_TOKENS
 
 NOTICEABLE = 0.02
 """Nats a token from which on a warning says that answers differ."""
@@ -21,37 +26,50 @@ INSTEAD = (("int8", "int4"), ("int8", "int8"), ("fp8_e4m3", "fp8_e4m3"))
 logger = logging.getLogger("octavo.engine")
 
 
-def try_cache(
+def prepare_cache(
     settings: Settings,
     config: SizedConfig,
     model: CausalLM,
     device: Device,
     token_ids: Sequence[int],
-    channels: Sequence[Channels] | None,
-) -> str:
-    """The measure in words, "" where the cache is in the model's own format (or there is no text).
+    window: int,
+    static: Sequence[Shapings] | None,
+) -> tuple[Sequence[Shapings] | None, str]:
+    """What is done to K and V of each layer, and what the trial measured, in words: "" where there was none.
 
-    token_ids: the text; channels: of the scales file, if there is one. Raises `StartupError` for nonsense.
+    token_ids: the text, may be empty; window: tokens of the longest sequence; static: of the file of scales, if there
+    is one. Raises `StartupError` for nonsense.
     """
     plain = config.kv_layers(PLAIN[device.dtype_name])
     layers = kv_layers(settings, config, device.dtype_name)
     if layers == plain or not token_ids:
-        return ""
-    trial = Trial(model, plain, token_ids, device.place, settings.max_num_batched_tokens)
-    found = trial.measure(layers, channels)
+        return static, ""
+    fit = KeyFit.of(model, plain, token_ids[TRIED_TOKENS:] or token_ids, window, device.place)
+    shapings = fit.shapings(layers)
+    if static is not None:
+        shapings = [_either(*both) for both in zip(static, shapings, strict=True)]
+    trial = Trial(model, plain, token_ids[: min(TRIED_TOKENS, window)], device.place, settings.max_num_batched_tokens)
+    found = trial.measure(layers, shapings)
     if found.is_nonsense:
         raise StartupError(
             f"{_flags(settings, device)} gives nonsense with this model: {found} (at most {MAX_DIVERGENCE} nats are "
-            f"taken). {_advice(settings, config, device, trial)}"
+            f"taken). {_advice(settings, config, device, trial, fit)}"
         )
     if found.divergence > NOTICEABLE:
         logger.warning("%s changes this model's answers: %s.", _flags(settings, device), found)
-    return str(found)
+    return shapings, str(found)
 
 
-def _advice(settings: Settings, config: SizedConfig, device: Device, trial: Trial) -> str:
+def _either(static: Shapings, fitted: Shapings) -> Shapings:
+    """A layer may have static scales for K or for V alone."""
+    (k, v), (fitted_k, _) = static, fitted
+    return (fitted_k if k.channels is None else k), v
+
+
+def _advice(settings: Settings, config: SizedConfig, device: Device, trial: Trial, fit: KeyFit) -> str:
     for other in _others(settings, device):
-        found = trial.measure(kv_layers(other, config, device.dtype_name), None)
+        layers = kv_layers(other, config, device.dtype_name)
+        found = trial.measure(layers, fit.shapings(layers))
         if not found.is_nonsense:
             without = ", without --kv-cache-scales" if settings.kv_cache_scales is not None else ""
             return f"Use {_flags(other, device)}{without}: {found}."

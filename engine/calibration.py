@@ -22,6 +22,7 @@ from engine.device import Device
 from engine.errors import StartupError
 from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.model.registry import load_model, read_config
+from engine.runner.key_fit import places
 from engine.runner.kv_scales import KVScales
 from engine.runner.solo import Solo
 from engine.source import resolve
@@ -33,8 +34,6 @@ PIECE = 512
 """Tokens of the text that see each other."""
 MIN_TOKENS, MAX_TOKENS = 256, 64 * PIECE
 """Of a text: with fewer, extremes do not show; more are not read."""
-PLACES = (5**0.5 - 1) / 2
-"""Of the window, between one piece's place and the next one's, round and round: any number of them lie evenly."""
 HEADROOM: dict[Granularity, float] = {"channel": 1.25, "tensor": 1.0}
 """How much larger than in the text a number may become before it is cut off. Measured over another text: with 1.25 the
 divergence of int8 is 2/3 of that with 1; the largest number of a whole layer is hardly ever exceeded."""
@@ -76,9 +75,8 @@ def calibrate(
     solo = Solo(model, layers, max(map(len, pieces)), device.place)
     largest = Largest(solo.attention, layers, device.place)
     solo.attention = largest
-    for number, piece in enumerate(pieces):
+    for number, (piece, place) in enumerate(zip(pieces, places(window, len(pieces[0]), len(pieces)), strict=True)):
         report("reading the text", number / len(pieces))
-        place = int((window - len(piece)) * (number * PLACES % 1.0))
         with device.enough_memory("a step"):
             solo.hidden(piece, place)
     report("reading the text", 1.0)

@@ -79,7 +79,7 @@ class Launch(msgspec.Struct):
     eos_token_ids: tuple[int, ...]
     """Tokens that end a sequence, as the tokenizer's files and the generation configuration name them."""
     sample_token_ids: list[int] = []
-    """A text in the model's own tokens, to try the KV cache's format with; none: it is not tried."""
+    """A text in the model's own tokens, to fit keys to and to try the KV cache's format with; none: neither is done."""
 
 
 ToEngine = AddRequest | AbortRequests | Shutdown | KVReportQuery | ResetPrefixCache

@@ -10,11 +10,10 @@ from engine.errors import StartupError
 from engine.messages import Launch
 from engine.source import ModelSource
 from engine.text.chat_template import ChatRenderer
-from engine.text.sample import SAMPLE
+from engine.text.sample import FIT_TOKENS, SAMPLE, TRIED_TOKENS
 from engine.text.tokenizer import Tokenizer
 
 MAX_TEMPLATE_BYTES = 1 << 20
-SAMPLE_TOKENS = 256
 """Of the text with which the engine tries the KV cache's format."""
 
 
@@ -50,7 +49,7 @@ class ServedModel:
     def launch(self, source: ModelSource, settings: Settings) -> Launch:
         """What the engine is told. It never learns keys and passwords."""
         values = settings.model_dump(mode="json", exclude=set(SECRET_FIELDS))
-        sample = self.tokenizer.encode(SAMPLE, add_special_tokens=True)[:SAMPLE_TOKENS]
+        sample = self.tokenizer.encode(SAMPLE, add_special_tokens=True)[: TRIED_TOKENS + FIT_TOKENS]
         return Launch(str(source.path), source.name, values, self.tokenizer.eos_token_ids, sample)
 
 

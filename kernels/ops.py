@@ -21,6 +21,24 @@ GATES: tuple[Gate, ...] = get_args(Gate)
 
 
 @dataclass(frozen=True, eq=False)
+class Shaping:
+    """What is done to K, or V, of a layer before it becomes codes: fp32, contiguous, on the pool's device. Formulas and
+    reasons: `kernels.reference.kv_formats`."""
+
+    channels: torch.Tensor | None = None
+    """[kv_heads, head_dim]: by what it is divided. With static scales these are the scales."""
+    centre: torch.Tensor | None = None
+    """[kv_heads, head_dim]: what is subtracted first. Of K only, and only where nothing bends the scores: it adds the
+    same to all scores of a row, which softmax does not see, but a soft cap and sinks do."""
+    feedback: torch.Tensor | None = None
+    """[kv_heads, head_dim, head_dim], of which entries [h, i, j > i] count: how much of dim i's rounding error is
+    subtracted from dim j before that is rounded. Of K only."""
+
+
+NO_SHAPING = Shaping()
+
+
+@dataclass(frozen=True, eq=False)
 class LayerPages:
     """One layer's part of a KV pool. Kept as long as the pool: what a kernel needs to know of it is made once."""
 
@@ -30,22 +48,29 @@ class LayerPages:
     """Layout of a block."""
     layer: int
     """Index among the layers of `spec`."""
-    k_channels: torch.Tensor | None = None
-    """fp32 [kv_heads, head_dim], contiguous: by what K is divided before it is stored. Where scales are static and K's
-    format has some, and nowhere else."""
-    v_channels: torch.Tensor | None = None
-    """The same of V."""
+    k_shaping: Shaping = NO_SHAPING
+    """Static scales where the layer has them; else of formats with scales of their own, and of no others."""
+    v_shaping: Shaping = NO_SHAPING
+    """Static scales where the layer has them, and nothing else."""
 
     def __post_init__(self) -> None:
         _assert_pool(self.pool)
         assert self.pool.shape[1] == self.spec.block_bytes, (self.pool.shape, self.spec.block_bytes)
         assert 0 <= self.layer < len(self.spec.layers), (self.layer, len(self.spec.layers))
-        kind = self.kind
-        for format, channels in zip(kind.formats, self.channels, strict=True):
-            assert (channels is not None) == (kind.static and format.may_be_static), (kind, format)
-            if channels is not None:
-                assert channels.shape == (kind.kv_heads, kind.head_dim) and channels.dtype == torch.float32, kind
-                assert channels.is_contiguous() and channels.device == self.pool.device, channels.device
+        for half, shaping in zip("KV", self.shapings, strict=True):
+            self._check(half, shaping)
+
+    def _check(self, half: str, shaping: Shaping) -> None:
+        kind, format = self.kind, self.kind.formats[half == "V"]
+        may_be_shaped = half == "K" and kind.num_scales(format) > 0
+        given = shaping.channels, shaping.centre, shaping.feedback
+        assert (kind.static and format.may_be_static) == (shaping.channels is not None) or may_be_shaped, (kind, half)
+        assert shaping.centre is shaping.feedback is None or may_be_shaped, (kind, half)
+        per_dim = kind.kv_heads, kind.head_dim
+        for x, shape in zip(given, (per_dim, per_dim, (*per_dim, kind.head_dim)), strict=True):
+            if x is not None:
+                assert x.shape == shape and x.dtype == torch.float32 and x.is_contiguous(), (x.shape, x.dtype, kind)
+                assert x.device == self.pool.device, x.device
 
     @property
     def kind(self) -> LayerKV:
@@ -57,9 +82,9 @@ class LayerPages:
         return self.spec.halves[self.layer]
 
     @property
-    def channels(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def shapings(self) -> tuple[Shaping, Shaping]:
         """(of K, of V)"""
-        return self.k_channels, self.v_channels
+        return self.k_shaping, self.v_shaping
 
 
 class PackedLinear(Protocol):

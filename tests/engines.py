@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
 from engine.runner.executor import SingleExecutor
-from engine.runner.kv_scales import Channels, KVScales
+from engine.runner.key_fit import KeyFit
+from engine.runner.kv_scales import KVScales
+from engine.runner.kv_store import Shapings
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from kernels.threads import num_threads, set_threads
@@ -53,11 +56,15 @@ class Loaded:
     def kv_layers(self) -> tuple[LayerKV, ...]:
         return kv_layers(Settings.create(self.kv), self.config, DTYPES[self.dtype])
 
-    @property
-    def channels(self) -> tuple[Channels, ...] | None:
-        """Of the file of scales, if there is one."""
+    @cached_property
+    def shapings(self) -> list[Shapings]:
+        """Keys fitted to random tokens; of the file of scales, if there is one, what is static."""
         path = self.kv.get("kv_cache_scales")
-        return None if path is None else KVScales.load(path).channels(path, self.config.architecture, self.kv_layers)
+        if path is not None:
+            return KVScales.load(path).shapings(path, self.config.architecture, self.kv_layers, self.device)
+        plain = self.config.kv_layers(PLAIN[DTYPES[self.dtype]])
+        token_ids = torch.randint(self.config.vocab_size, (128,), generator=torch.Generator().manual_seed(0)).tolist()
+        return KeyFit.of(self.model, plain, token_ids, self.window, self.device).shapings(self.kv_layers)
 
     @classmethod
     def load(cls, path: Path, dtype: torch.dtype, window: int, device: torch.device = CPU) -> "Loaded":
@@ -111,7 +118,7 @@ class Engine:
         limits = SchedulerLimits(max_num_seqs, chunk, window, kv_refresh_interval=loaded.refresh_interval)
         plain = None if loaded.refresh_interval is None else PLAIN[DTYPES[loaded.dtype]]
         model, device = loaded.model, loaded.device
-        runner = ModelRunner(model, loaded.config, layout, counts, limits, device, plain, loaded.channels)
+        runner = ModelRunner(model, loaded.config, layout, counts, limits, device, plain, loaded.shapings)
         self.executor = SingleExecutor(runner, ())
         scheduler = Scheduler(limits, kv)
         info = CacheInfo(num_blocks, block_size, layout.block_bytes, layout.bytes_per_token, "", window, prefix_caching)

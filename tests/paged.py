@@ -11,7 +11,7 @@ from kernels import ops, reference
 from kernels.cpu import attention as native
 from kernels.cpu import library
 from kernels.cpu.offers import KINDS
-from kernels.ops import LayerPages
+from kernels.ops import LayerPages, Shaping
 from kernels.reference import kv_formats
 
 FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16, torch.float16: KVFormat.FP16}
@@ -64,14 +64,14 @@ class Paged:
     """[length, heads, head_dim] for each sequence"""
     k: list[torch.Tensor]
     v: list[torch.Tensor]
-    channels: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    shapings: tuple[Shaping, Shaping] = (Shaping(), Shaping())
 
     @property
     def scale(self):
         return self.spec.layers[0].head_dim ** -0.5
 
     def pages(self, layer=1):
-        return LayerPages(self.pool, self.spec, layer, *self.channels)
+        return LayerPages(self.pool, self.spec, layer, *self.shapings)
 
     def read(self, b, layer=1):
         """K and V of sequence b as its bytes mean them, fp64 [length, kv_heads, head_dim]."""
@@ -130,7 +130,32 @@ def meaning(pages, which, blocks):
         x = groups.flatten(2)
     if kind.is_rotated(half.format):
         x = x @ rotation(kind.head_dim)
-    return x if pages.channels[which] is None else x * pages.channels[which].double()
+    return unshaped(x, pages.shapings[which])
+
+
+def unshaped(x, shaping):
+    """x: [tokens, kv_heads, dim]"""
+    if shaping.channels is not None:
+        x = x * shaping.channels.to(x.dtype)
+    return x if shaping.centre is None else x + shaping.centre.to(x.dtype)
+
+
+def random_shapings(kind, generator, centred=True):
+    """What static scales and fitted keys bring: (of K, of V). Scores that are bent must not be of centred keys."""
+
+    def random(*size):
+        return torch.rand(kind.kv_heads, kind.head_dim, *size, generator=generator)
+
+    found = []
+    for which, form in enumerate(kind.formats):
+        if kind.static and form.may_be_static:
+            found.append(Shaping((random() + 0.5) / (20 if form is KVFormat.INT8 else 1)))
+        elif which == 0 and kind.num_scales(form):
+            centre, feedback = random() - 0.5, (random(kind.head_dim) - 0.5) / 4
+            found.append(Shaping(random() + 0.5, centre if centred else None, feedback))
+        else:
+            found.append(Shaping())
+    return found[0], found[1]
 
 
 def rotation(dims):
@@ -153,6 +178,7 @@ def make_paged(
     seed=0,
     formats=None,
     static=False,
+    centred=True,
     poison=0xFF,
     shuffled=True,
 ):
@@ -174,13 +200,7 @@ def make_paged(
 
     q = [random(length, kv_heads * group) for length in lengths]
     k, v = ([random(length, kv_heads) for length in lengths] for _ in range(2))
-    channels = [
-        (torch.rand(kv_heads, head_dim, generator=generator) + 0.5) / (20 if form is KVFormat.INT8 else 1)
-        if static and form.may_be_static
-        else None
-        for form in (k_format, v_format)
-    ]
-    paged = Paged(spec, pool, list(lengths), tables, q, k, v, (channels[0], channels[1]))
+    paged = Paged(spec, pool, list(lengths), tables, q, k, v, random_shapings(kind, generator, centred))
     for b in range(len(lengths)):
         paged.store(b)
     return paged

@@ -202,13 +202,16 @@ def build(folder: Path, tiny: TinyModel = VARIANTS["gqa"]) -> Path:
     return folder
 
 
-def build_outlier(folder: Path, size: float) -> Path:
-    """A Llama whose keys have one channel that is `size` at every token (others: about 1), as real models have some."""
+def build_outlier(folder: Path, size: float, width: float = 1.0) -> Path:
+    """A Llama whose keys have one channel that is `size` at every token (others: about 1), as real models have some.
+    width: how many times wider than others it varies from token to token."""
     tiny = TinyModel(head_dim=64, num_heads=2, num_kv_heads=1, extra={"attention_bias": True})
     weights = load_file(build(folder, tiny) / "model.safetensors")
-    for name, bias in weights.items():
+    for name, weight in weights.items():
         if name.endswith("k_proj.bias"):
-            bias[-1] = size  # of the dims that turn, the slowest
+            weight[-1] = size  # of the dims that turn, the slowest
+        elif name.endswith("k_proj.weight"):
+            weight[-1] *= width
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 
 from configs.errors import StartupError, reason_of
 from configs.kv import KVFormat, LayerKV
+from engine.runner.kv_store import Shapings
+from kernels import ops
 
 KIND = "octavo-kv-scales-1"
 """Stands in the metadata of every such file, under "kind"."""
-Channels = tuple[torch.Tensor | None, torch.Tensor | None]
-"""(of K, of V), each fp32 [kv_heads, head_dim]; None where the format has scales of its own or none."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,10 @@ class KVScales:
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise StartupError(f"--kv-cache-scales {path} cannot be read: {reason_of(error)}.") from error
 
-    def channels(self, path: Path, architecture: str, layers: Sequence[LayerKV]) -> tuple[Channels, ...]:
-        """For each of `layers` (of `configs.kv_flags.kv_layers`) what its store divides by.
+    def shapings(
+        self, path: Path, architecture: str, layers: Sequence[LayerKV], device: torch.device
+    ) -> list[Shapings]:
+        """For each of `layers` (of `configs.kv_flags.kv_layers`) what its store divides by, on the device.
 
         Raises `StartupError` where the file is of another model or of other formats.
         """
@@ -99,7 +101,7 @@ class KVScales:
         found = []
         for number, (layer, both) in enumerate(zip(layers, self.layers, strict=True)):
             shape = (layer.kv_heads, layer.head_dim)
-            halves: list[torch.Tensor | None] = []
+            halves = []
             for name, format, made_for, tensor in zip("KV", layer.formats, self.formats, both, strict=True):
                 if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
                     raise refuse(
@@ -111,6 +113,6 @@ class KVScales:
                 is_static = layer.static and format.may_be_static
                 if is_static and format is not made_for:
                     raise refuse(f"is for {made_for.value}, and {name} is kept in {format.value}")
-                halves.append(tensor if is_static else None)
+                halves.append(ops.Shaping(tensor.to(device)) if is_static else ops.NO_SHAPING)
             found.append((halves[0], halves[1]))
-        return tuple(found)
+        return found

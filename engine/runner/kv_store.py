@@ -9,10 +9,12 @@ import torch
 from configs.errors import StartupError
 from configs.kv import KVLayout
 from engine.model.interface import ForwardBatch
-from engine.runner.kv_scales import Channels
 from kernels import ops
 
 HUGE_PAGE = 2 * 1024 * 1024
+Shapings = tuple[ops.Shaping, ops.Shaping]
+"""(of K, of V) of a layer."""
+UNSHAPED: Shapings = (ops.NO_SHAPING, ops.NO_SHAPING)
 
 
 def allocate_pool(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
@@ -54,16 +56,14 @@ class PagedStore:
     """`KVStore` of all formats, over pools in a layout."""
 
     def __init__(
-        self, pools: Sequence[torch.Tensor], layout: KVLayout, channels: Sequence[Channels] | None = None
+        self, pools: Sequence[torch.Tensor], layout: KVLayout, shapings: Sequence[Shapings] | None = None
     ) -> None:
-        """`pools`: one for each KV group; `channels`: one for each of the model's layers; None: no layer is static."""
+        """`pools`: one for each KV group; `shapings`: one for each of the model's layers; None: nothing is done."""
         self.groups = tuple(group for group, _ in layout.places)
         """The KV group of each of the model's layers."""
         self.pages = tuple(
             ops.LayerPages(pools[group], layout.groups[group].spec, index, *of_layer)
-            for (group, index), of_layer in zip(
-                layout.places, channels or [(None, None)] * layout.num_layers, strict=True
-            )
+            for (group, index), of_layer in zip(layout.places, shapings or [UNSHAPED] * layout.num_layers, strict=True)
         )
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:

@@ -1,5 +1,8 @@
 """A text to try models with, in words that any of them has met: prose, dialogue, tables, code, other languages."""
 
+TRIED_TOKENS, FIT_TOKENS = 256, 512
+"""Of the text: the first ones a KV cache's format is tried with, and to those behind them keys are fitted."""
+
 SAMPLE = """\
 A server for language models keeps, for every token it has read, a key and a value in each layer of the model. These \
 are looked at again for every token that follows, so they cannot be thrown away while an answer is being written. \

@@ -9,8 +9,8 @@ import torch
 from configs.kv import KVFormat, KVHalf
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import KINDS, native_candidates
-from kernels.cpu.store import FORMATS, rotation_signs
-from kernels.ops import LayerPages, compute_dtype
+from kernels.cpu.store import FORMATS, address, rotation_signs
+from kernels.ops import LayerPages, Shaping, compute_dtype
 from kernels.registry import KVFormats
 
 ISAS = {
@@ -97,8 +97,8 @@ class NativeAttention:
             q.stride(0),
             pages.pool.data_ptr(),
             pages.spec.block_bytes,
-            _half(pages, k_half, pages.k_channels),
-            _half(pages, v_half, pages.v_channels),
+            _half(pages, k_half, pages.k_shaping),
+            _half(pages, v_half, pages.v_shaping),
             pages.spec.block_size,
             heads,
             kind.kv_heads,
@@ -111,7 +111,7 @@ class NativeAttention:
             NO_WINDOW if window is None else window,
             scale,
             softcap or 0.0,
-            None if sinks is None else sinks.data_ptr(),
+            address(sinks),
             out.data_ptr(),
         )
         if self.entries[compute_dtype(q.dtype, kind.formats)](call):
@@ -119,7 +119,7 @@ class NativeAttention:
         return out
 
 
-def _half(pages: LayerPages, half: KVHalf, channels: torch.Tensor | None) -> AttentionHalf:
+def _half(pages: LayerPages, half: KVHalf, shaping: Shaping) -> AttentionHalf:
     rotated = pages.kind.is_rotated(half.format)
     return AttentionHalf(
         FORMATS[half.format],
@@ -127,7 +127,7 @@ def _half(pages: LayerPages, half: KVHalf, channels: torch.Tensor | None) -> Att
         -1 if half.scales is None else half.scales.offset,
         -1 if half.zeros is None else half.zeros.offset,
         rotation_signs(pages.kind.head_dim).data_ptr() if rotated else None,
-        None if channels is None else channels.data_ptr(),
+        address(shaping.channels),
     )
 
 

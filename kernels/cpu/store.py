@@ -34,8 +34,10 @@ class StoreHalf(ctypes.Structure):
         ("codes", _I64),
         ("scales", _I64),
         ("zeros", _I64),
+        ("centre", _PTR),
         ("channels", _PTR),
         ("signs", _PTR),
+        ("feedback", _PTR),
     )
 
 
@@ -64,6 +66,10 @@ class StoreRows(ctypes.Structure):
         ("slots", _PTR),
         ("tokens", _I64),
     )
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 @functools.cache
@@ -97,12 +103,14 @@ def describe(pages: LayerPages) -> StorePages:
         StoreHalf(
             FORMATS[half.format],
             half.codes.offset,
-            0 if half.scales is None else half.scales.offset,
-            0 if half.zeros is None else half.zeros.offset,
-            None if channels is None else channels.data_ptr(),
+            -1 if half.scales is None else half.scales.offset,
+            -1 if half.zeros is None else half.zeros.offset,
+            address(shaping.centre),
+            address(shaping.channels),
             rotation_signs(kind.head_dim).data_ptr() if kind.is_rotated(half.format) else None,
+            address(shaping.feedback),
         )
-        for half, channels in zip(pages.halves, pages.channels, strict=True)
+        for half, shaping in zip(pages.halves, pages.shapings, strict=True)
     ]
     spec = pages.spec
     return StorePages(*halves, pages.pool.data_ptr(), spec.block_bytes, spec.block_size, kind.kv_heads, kind.head_dim)

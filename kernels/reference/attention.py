@@ -45,14 +45,14 @@ def paged_attention(
 
 
 def _as_keys(q: torch.Tensor, pages: LayerPages) -> torch.Tensor:
-    """q [T, Hq, D] as K is stored: rotated, and times K's channels, which then need not be multiplied into each K.
+    """q [T, Hq, D] as K is stored: times K's channels, which then need not be multiplied into each K, and rotated.
     fp32, rounded to the dtype that attention computes in."""
     kind, dtype = pages.kind, compute_dtype(q.dtype, pages.kind.formats)
     q = q.float()
+    if pages.k_shaping.channels is not None:
+        q = _times(q, pages.k_shaping.channels)
     if kind.is_rotated(kind.formats[0]):
         q = kv_formats.rotate(q)
-    if pages.k_channels is not None:
-        q = _times(q, pages.k_channels)
     return q.to(dtype).float().contiguous()
 
 
@@ -60,7 +60,7 @@ def _from_values(out: torch.Tensor, pages: LayerPages) -> torch.Tensor:
     """Sums [T, Hq, D] of V as it is stored -> of V."""
     if pages.kind.is_rotated(pages.kind.formats[1]):
         out = kv_formats.unrotate(out)
-    return out if pages.v_channels is None else _times(out, pages.v_channels)
+    return out if pages.v_shaping.channels is None else _times(out, pages.v_shaping.channels)
 
 
 def _times(x: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """How a head's numbers become codes and scales, and what those mean when they are read.
 
     x        K or V of a token and head, widened to fp32
-    rotated  (int8 and int4 unless scales are static) x times signs, then a fast Walsh-Hadamard transform over blocks as
+    shaped   (K of formats with scales of their own) (x - centre) / channel: `Shaping`. Q is multiplied by the channels.
+    rotated  (formats with scales of their own) x times signs, then a fast Walsh-Hadamard transform over blocks as
              long as the largest power of two that divides head_dim: butterflies of stride 1, 2, 4 ..., then one product
              with 1 / sqrt(block). Q is rotated as K was, which leaves scores what they are; the output is rotated back.
              (QuIP, Chee et al. 2023; QuaRot, Ashkboos et al. 2024.)
@@ -11,6 +12,9 @@
     e5m2     code = x                                                         rounded to the nearest, saturating
     int8     scale = amax / 127, code = x / scale in -127 ... 127;  static: scale 1
     int4     of each 32 dims: zero = least, scale = (most - least) / 15, code = (x - zero) / scale in 0 ... 15
+    feedback dim by dim: x of all later dims -= error x feedback, where error = x - what the code reads as, no more than
+             `MOST_ERROR` scales. So later dims make up, as far as queries are concerned, for what earlier ones lost.
+             (GPTQ, Frantar et al. 2023; LDLQ in QuIP: what they do to weights, done to keys.)
 
 A scale is rounded to fp16 before anything is divided by it, and never less than `LEAST_SCALE`. Ties are rounded to even
 codes. What has a scale and is not finite is stored as zeros whose scale is NaN: it reads as NaN, and its neighbours do
@@ -28,9 +32,13 @@ from dataclasses import dataclass
 import torch
 
 from configs.kv import INT4_GROUP, KVFormat, LayerKV
+from kernels.ops import Shaping
 
 LARGEST = {KVFormat.FP8_E4M3: 448.0, KVFormat.FP8_E5M2: 57344.0, KVFormat.INT8: 127.0}
 """The largest code of symmetric formats."""
+MOST_ERROR = {KVFormat.FP8_E4M3: 32.0, KVFormat.INT8: 1.0, KVFormat.INT4: 1.0}
+"""Scales: the step between the largest codes. Rounding alone stays below; what the feedback has driven out of the
+format's range is cut off here."""
 LEAST_SCALE, MOST_SCALE = 6.1e-5, 65504.0
 """What fp16 holds without loss of digits."""
 SEED = 0x0C7A40
@@ -49,34 +57,74 @@ class Encoded:
     """fp16 [T, kv_heads, groups]"""
 
 
-def encode(x: torch.Tensor, kind: LayerKV, format: KVFormat, channels: torch.Tensor | None) -> Encoded:
-    """x: [T, kv_heads, head_dim], K or V of a layer; channels: fp32 [kv_heads, head_dim] where static."""
+def encode(x: torch.Tensor, kind: LayerKV, format: KVFormat, shaping: Shaping) -> Encoded:
+    """x: [T, kv_heads, head_dim], K or V of a layer."""
     if not format.is_quantised:
         return Encoded(x.to(getattr(torch, format.dtype)))
     x = x.float()
-    if channels is not None:
-        x = x / channels
-    if kind.is_rotated(format):
-        x = rotate(x)
-    if format is KVFormat.INT4:
-        return _int4(x)
+    if shaping.centre is not None:
+        x = x - shaping.centre
+    if shaping.channels is not None:
+        x = x / shaping.channels
     if not kind.num_scales(format):
         return Encoded(_nearest(x, format))
-    finite = x.isfinite().all(-1, keepdim=True)
-    x = x.where(finite, 0.0)
-    scales = _scale(x.abs().amax(-1, keepdim=True), LARGEST[format])
-    return Encoded(_nearest(x / scales.float(), format), scales.where(finite, math.nan))
+    x = _split(rotate(x), kind.head_dim // kind.num_scales(format))
+    finite = x.isfinite().all(-1)
+    x = x.where(finite.unsqueeze(-1), 0.0)
+    if format is KVFormat.INT4:
+        least, most = x.amin(-1), x.amax(-1)
+        least = least + 0.0  # no -0: which of two zeros is least is not said
+        zeros = least.clamp(-MOST_SCALE, MOST_SCALE).half()
+        scales = _scale(most - least, 15.0)
+    else:
+        zeros, scales = None, _scale(x.abs().amax(-1), LARGEST[format])
+    grid = Grid(format, scales.float(), torch.zeros_like(x[..., 0]) if zeros is None else zeros.float())
+    codes = grid.nearest(x) if shaping.feedback is None else _fed_back(x, finite, grid, shaping.feedback)
+    return Encoded(codes.flatten(-2), scales.where(finite, math.nan), zeros)
 
 
-def _int4(x: torch.Tensor) -> Encoded:
-    x = _split(x, INT4_GROUP)
-    finite = x.isfinite().all(-1, keepdim=True)
-    x = x.where(finite, 0.0)
-    least, most = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    zeros = (least + 0.0).clamp(-MOST_SCALE, MOST_SCALE).half()  # + 0: no -0, which of two zeros is least is not said
-    scales = _scale(most - least, 15.0)
-    codes = ((x - zeros.float()) / scales.float()).clamp(0, 15).round().to(torch.uint8)
-    return Encoded(codes.flatten(-2), scales.where(finite, math.nan).squeeze(-1), zeros.squeeze(-1))
+@dataclass(frozen=True)
+class Grid:
+    """The numbers that groups of codes can stand for."""
+
+    format: KVFormat
+    scales: torch.Tensor
+    """fp32 [..., groups]"""
+    zeros: torch.Tensor
+    """The same; 0 where the format has none."""
+
+    def nearest(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., groups, numbers] -> codes, one in a byte."""
+        x = (x - self.zeros.unsqueeze(-1)) / self.scales.unsqueeze(-1)
+        return x.clamp(0, 15).round().to(torch.uint8) if self.format is KVFormat.INT4 else _nearest(x, self.format)
+
+    def error(self, x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        error = x - (codes.float() * self.scales.unsqueeze(-1) + self.zeros.unsqueeze(-1))
+        most = self.scales.unsqueeze(-1) * MOST_ERROR[self.format]
+        return torch.minimum(torch.maximum(error, -most), most)
+
+    def group(self, number: int) -> "Grid":
+        return Grid(self.format, self.scales[..., number, None], self.zeros[..., number, None])
+
+
+def _fed_back(x: torch.Tensor, finite: torch.Tensor, grid: Grid, feedback: torch.Tensor) -> torch.Tensor:
+    """x: [T, kv_heads, groups, numbers], finite: which groups are -> codes of its shape. A group that is not takes no
+    part."""
+    left, codes = x.flatten(-2).clone(), grid.nearest(torch.zeros_like(x))
+    for dim in range(left.shape[-1]):
+        group, place = divmod(dim, x.shape[-1])
+        takes_part, its_grid = finite[..., group, None, None], grid.group(group)
+        now = left[..., dim, None, None].where(takes_part, 0.0)
+        found = its_grid.nearest(now)
+        raw(codes)[..., group, place] = raw(found).where(takes_part, 0)[..., 0, 0]
+        error = its_grid.error(now, found).where(takes_part, 0.0)[..., 0]
+        left[..., dim + 1 :] -= error * feedback[:, dim, dim + 1 :]
+    return codes
+
+
+def raw(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes: torch neither indexes nor selects every dtype of one byte on every device."""
+    return codes.view(torch.uint8) if codes.itemsize == 1 else codes
 
 
 def _scale(span: torch.Tensor, steps: float) -> torch.Tensor:

@@ -42,9 +42,9 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: 
     slots = slot_mapping[keep]
     block, offset = slots // pages.spec.block_size, slots % pages.spec.block_size
     codes = []
-    for half, x, channels in zip(pages.halves, (k, v), pages.channels, strict=True):
-        encoded = kv_formats.encode(x[keep], pages.kind, half.format, channels)
-        codes.append(_raw(encoded.codes))
+    for half, x, shaping in zip(pages.halves, (k, v), pages.shapings, strict=True):
+        encoded = kv_formats.encode(x[keep], pages.kind, half.format, shaping)
+        codes.append(kv_formats.raw(encoded.codes))
         for part, numbers in ((half.scales, encoded.scales), (half.zeros, encoded.zeros)):
             if part is not None and numbers is not None:
                 pool_view(pages.pool, part)[block, :, :, offset] = numbers  # rows come first: [rows, Hkv, groups]
@@ -103,16 +103,11 @@ def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
 
 def _k_view(pages: LayerPages, half: KVHalf) -> torch.Tensor:
     """[blocks, Hkv, D / pair, block size, pair]; int4: D / 2 bytes, pair 1."""
-    view = _raw(pool_view(pages.pool, half.codes))
+    view = kv_formats.raw(pool_view(pages.pool, half.codes))
     return view.view(len(view), pages.kind.kv_heads, -1, pages.spec.block_size, half.format.pair)
 
 
 def _v_view(pages: LayerPages, half: KVHalf) -> torch.Tensor:
     """[blocks, Hkv, block size / pair, D, pair]; int4: D / 2 bytes, pair 1."""
-    view, pair = _raw(pool_view(pages.pool, half.codes)), half.format.pair
+    view, pair = kv_formats.raw(pool_view(pages.pool, half.codes)), half.format.pair
     return view.view(len(view), pages.kind.kv_heads, pages.spec.block_size // pair, -1, pair)
-
-
-def _raw(codes: torch.Tensor) -> torch.Tensor:
-    """torch does not index every dtype of one byte on every device."""
-    return codes.view(torch.uint8) if codes.itemsize == 1 else codes

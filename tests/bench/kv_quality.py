@@ -30,10 +30,12 @@ from configs.kv import KVLayout, LayerKV
 from configs.kv_flags import PLAIN, kv_layers
 from configs.settings import Settings
 from engine.runner.attention.paged import PagedAttention
+from engine.runner.key_fit import KeyFit
 from engine.runner.refresh import RefreshAttention
 from engine.runner.solo import BLOCK_SIZE, Solo
 from engine.sampling_params import SamplingParams
 from engine.source import ModelSource
+from engine.text.sample import FIT_TOKENS, SAMPLE, TRIED_TOKENS
 from engine.text.tokenizer import Tokenizer
 
 TOKENS, SEQUENCE, CHUNK, ROWS = 20_480, 2048, 512, 128
@@ -58,12 +60,15 @@ class Bench:
         self.ids = tokenizer.encode(text[: 12 * TOKENS], add_special_tokens=False)[:TOKENS]
         self.layers = {name: self.layers_of(FORMATS[name]) for name in names}
         self.plain = self.layers_of({})
+        sample = tokenizer.encode(SAMPLE, add_special_tokens=True)[TRIED_TOKENS : TRIED_TOKENS + FIT_TOKENS]
+        window = self.loaded.config.effective_window(None)
+        self.fit = KeyFit.of(self.loaded.model, self.plain, sample, window, CPU)
 
     def layers_of(self, flags: dict[str, str]) -> tuple[LayerKV, ...]:
         return kv_layers(Settings.create(flags), self.loaded.config, "bfloat16")
 
     def solo(self, layers: Sequence[LayerKV], tokens: int) -> Solo:
-        return Solo(self.loaded.model, layers, tokens, CPU)
+        return Solo(self.loaded.model, layers, tokens, CPU, self.fit.shapings(layers))
 
     # ------------------------------------------------------------ quality
     @torch.inference_mode()

@@ -1,5 +1,6 @@
 """Formats that give nonsense with a model are refused at start, with what to take instead (A30)."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,21 @@ from configs.kv import LayerKV
 from configs.kv_flags import PLAIN, kv_layers
 from configs.settings import Settings
 from engine import LLM, SamplingParams
-from engine.cache_trial import try_cache
+from engine.cache_trial import prepare_cache
 from engine.calibration import calibrate
 from engine.device import Device
 from engine.errors import StartupError
 from engine.model.registry import load_model, read_config
 from engine.runner.fidelity import Trial
-from engine.served_model import SAMPLE_TOKENS
+from engine.runner.key_fit import KeyFit
+from engine.runner.kv_scales import KVScales
+from engine.runner.kv_store import UNSHAPED, Shapings
+from engine.runner.solo import Solo
 from engine.source import ModelSource
-from engine.text.sample import SAMPLE
+from engine.text.sample import FIT_TOKENS, SAMPLE, TRIED_TOKENS
 from engine.text.tokenizer import Tokenizer
 
-IDS = list(SAMPLE.encode()[:SAMPLE_TOKENS])
+IDS = list(SAMPLE.encode()[: TRIED_TOKENS + FIT_TOKENS])
 SMALL = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 32, "max_num_seqs": 4, "num_threads": 1}
 
 
@@ -30,7 +34,7 @@ def trial(folder: Path, **flags: object) -> str:
     settings = Settings.create({**SMALL, **flags})
     config = read_config(folder, trust_remote_code=False)
     model = load_model(folder, config, torch.float32, 512, lambda fraction: None)
-    return try_cache(settings, config, model, Device.find(settings), IDS, None)
+    return prepare_cache(settings, config, model, Device.find(settings), IDS, 512, None)[1]
 
 
 def refusal(folder: Path, **flags: object) -> str:
@@ -49,26 +53,42 @@ def test_the_measure_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     build(tmp_path)
     assert "nats from the plain cache's answers" in trial(tmp_path, kv_cache_dtype="int8")
     assert not caplog.records
-    trial(build_outlier(tmp_path / "outlier", 100), kv_cache_dtype="int4")
+    trial(build_outlier(tmp_path / "outlier", 100), kv_cache_dtype="fp8_e5m2")
     [record] = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("--kv-cache-dtype int4 changes this model's answers: 0.")
+    assert record.getMessage().startswith("--kv-cache-dtype fp8_e5m2 changes this model's answers: 0.")
+
+
+def unfitted(fit: KeyFit, layers: Sequence[LayerKV]) -> list[Shapings]:
+    return [UNSHAPED] * len(layers)
+
+
+def test_a30_fitted_keys_bear_any_channel_that_is_large_at_every_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_outlier(tmp_path, 1000)
+    assert trial(tmp_path, kv_cache_dtype="int4")
+    monkeypatch.setattr(KeyFit, "shapings", unfitted)
+    assert refusal(tmp_path, kv_cache_dtype="int4").startswith("--kv-cache-dtype int4 gives nonsense with this model")
 
 
 def test_a30_rotation_saves_keys_with_an_outlier_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_outlier(tmp_path, 100)
+    monkeypatch.setattr(KeyFit, "shapings", unfitted)
     assert trial(tmp_path, kv_cache_dtype="int4")
     monkeypatch.setattr(LayerKV, "is_rotated", lambda layer, format: False)
     assert refusal(tmp_path, kv_cache_dtype="int4").startswith("--kv-cache-dtype int4 gives nonsense with this model")
 
 
 def test_a30_nonsense_is_refused_and_what_is_advised_works(tmp_path: Path) -> None:
-    message = refusal(build_outlier(tmp_path, 300), kv_cache_dtype="int4")
-    assert "of 256 (at most 0.25 nats are taken). Use --kv-cache-dtype int8 --kv-cache-dtype-v int4: 0.0" in message
+    build_outlier(tmp_path, 1e5)
+    message = refusal(tmp_path, kv_cache_dtype="fp8_e5m2")
+    assert "of 256 (at most 0.25 nats are taken). Use --kv-cache-dtype int8: 0.0" in message
+    assert trial(tmp_path, kv_cache_dtype="int8")
+    message = refusal(tmp_path, kv_cache_dtype="fp8_e5m2", kv_cache_dtype_v="int4")
+    assert message.startswith("--kv-cache-dtype fp8_e5m2 --kv-cache-dtype-v int4 gives nonsense with this model")
+    assert "Use --kv-cache-dtype int8 --kv-cache-dtype-v int4: 0.0" in message
     assert trial(tmp_path, kv_cache_dtype="int8", kv_cache_dtype_v="int4")
-    assert "--kv-cache-dtype int4 --kv-cache-dtype-v int8 gives" in refusal(
-        tmp_path, kv_cache_dtype="int4", kv_cache_dtype_v="int8"
-    )
 
 
 def test_a30_where_nothing_smaller_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +98,9 @@ def test_a30_where_nothing_smaller_works(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_engine_does_not_start(tmp_path: Path) -> None:
-    build_outlier(tmp_path, 300)
+    build_outlier(tmp_path, 1e5)
     with pytest.raises(StartupError, match="gives nonsense with this model"):
-        LLM(str(tmp_path), kv_cache_dtype="int4", **SMALL)
+        LLM(str(tmp_path), kv_cache_dtype="fp8_e5m2", **SMALL)
     with LLM(str(tmp_path), kv_cache_dtype="int8", kv_cache_dtype_v="int4", **SMALL) as llm:
         assert llm.info.cache.dtype == "int8/int4"
         assert llm.info.cache.bytes_per_token == 2 * (64 + 2 + 32 + 8)
@@ -91,22 +111,66 @@ def test_the_engine_does_not_start(tmp_path: Path) -> None:
         assert len(result.outputs[0].token_ids) == 3
 
 
+def test_the_text_that_keys_are_fitted_to_is_not_the_one_they_are_tried_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path)
+    read: list[list[int]] = []
+    hidden = Solo.hidden
+
+    def noting(solo: Solo, token_ids: list[int], *rest: object, **named: object) -> torch.Tensor:
+        read.append(list(token_ids))
+        return hidden(solo, token_ids, *rest, **named)
+
+    monkeypatch.setattr(Solo, "hidden", noting)
+    trial(tmp_path, kv_cache_dtype="int8")
+    *pieces, plain, tried = read
+    assert [token for piece in pieces for token in piece] == IDS[TRIED_TOKENS:] and plain == tried == IDS[:TRIED_TOKENS]
+
+
+def test_layers_with_static_scales_for_values_alone_have_fitted_keys(tmp_path: Path) -> None:
+    build(tmp_path, TinyModel(head_dim=32))
+    scales = tmp_path / "scales"
+    flags = {**SMALL, "kv_cache_dtype": "int4", "kv_cache_dtype_v": "int8"}
+    calibrate(Settings.create({**SMALL, "model": str(tmp_path), "kv_cache_dtype": "int8"}), None, "channel",
+              lambda *done: None).save(scales)  # fmt: skip
+    settings = Settings.create({**flags, "kv_cache_scales": str(scales)})
+    config = read_config(tmp_path, trust_remote_code=False)
+    model = load_model(tmp_path, config, torch.float32, 512, lambda fraction: None)
+    layers = kv_layers(settings, config, "float32")
+    static = KVScales.load(scales).shapings(scales, config.architecture, layers, torch.device("cpu"))
+    shapings, _ = prepare_cache(settings, config, model, Device.find(settings), IDS, 512, static)
+    assert shapings is not None
+    for (k, v), (_, static_v) in zip(shapings, static, strict=True):
+        assert k.feedback is not None and v is static_v and v.channels is not None
+
+
+def test_where_there_is_no_text_nothing_is_fitted_and_nothing_tried(tmp_path: Path) -> None:
+    build(tmp_path)
+    settings = Settings.create({**SMALL, "kv_cache_dtype": "int8"})
+    config = read_config(tmp_path, trust_remote_code=False)
+    model = load_model(tmp_path, config, torch.float32, 512, lambda fraction: None)
+    assert prepare_cache(settings, config, model, Device.find(settings), [], 512, None) == (None, "")
+
+
 def test_a29_formats_of_the_default_model() -> None:
     """SmolLM2, by the bits: twice what was measured is the bound; e4m3 is nearer than e5m2."""
     path = smollm2_gguf()
     settings = Settings.create({"device": "cpu"})
     device = Device.find(settings)
     config = read_config(path, trust_remote_code=False)
-    model = load_model(path, config, device.dtype, 512, lambda fraction: None)
-    ids = Tokenizer.load(ModelSource(path, "smollm2", "test")).encode(SAMPLE, add_special_tokens=True)[:SAMPLE_TOKENS]
+    model = load_model(path, config, device.dtype, 8192, lambda fraction: None)
+    ids = Tokenizer.load(ModelSource(path, "smollm2", "test")).encode(SAMPLE, add_special_tokens=True)
     plain = config.kv_layers(PLAIN[device.dtype_name])
-    trial_of = Trial(model, plain, ids, device.place, 512)
+    fit = KeyFit.of(model, plain, ids[TRIED_TOKENS : TRIED_TOKENS + FIT_TOKENS], 8192, device.place)
+    trial_of = Trial(model, plain, ids[:TRIED_TOKENS], device.place, 512)
     bounds = {("fp8", "auto"): 0.012, ("fp8_e5m2", "auto"): 0.054, ("int8", "auto"): 0.004, ("int8", "int4"): 0.012}
     bounds[("int4", "auto")] = 0.07
     found = {}
     for (k_name, v_name), bound in bounds.items():
         other = settings.model_copy(update={"kv_cache_dtype": k_name, "kv_cache_dtype_v": v_name})
-        found[k_name, v_name] = trial_of.measure(kv_layers(other, config, device.dtype_name), None).divergence
+        layers = kv_layers(other, config, device.dtype_name)
+        found[k_name, v_name] = trial_of.measure(layers, fit.shapings(layers)).divergence
         assert 0 < found[k_name, v_name] < bound, found
     assert found["fp8", "auto"] < found["fp8_e5m2", "auto"]
 

@@ -15,6 +15,7 @@ from engine import calibration
 from engine.calibration import FLOOR, HEADROOM, LARGEST, Largest, calibrate, split
 from engine.errors import StartupError
 from engine.model.interface import ForwardBatch
+from engine.runner import key_fit
 from engine.runner.fidelity import Trial
 from engine.runner.kv_scales import KVScales
 from engine.runner.solo import Solo
@@ -88,8 +89,8 @@ def test_a_scale_for_each_channel_leaves_the_others_their_bits(tmp_path: Path) -
     layers = replace(loaded, kv={"kv_cache_dtype": "int8", "kv_cache_scales": "f"}).kv_layers
     divergence = {}
     for granularity in ("channel", "tensor"):
-        channels = found_for(folder, granularity).channels(Path("f"), loaded.config.architecture, layers)
-        divergence[granularity] = trial.measure(layers, channels).divergence
+        shapings = found_for(folder, granularity).shapings(Path("f"), loaded.config.architecture, layers, CPU)
+        divergence[granularity] = trial.measure(layers, shapings).divergence
     assert 4 * divergence["channel"] < divergence["tensor"], divergence
 
 
@@ -105,7 +106,7 @@ def test_slow_rotations_show_all_over_the_window(tmp_path: Path, monkeypatch: py
             bias[:] = torch.tensor([0.0, 30.0, 0.0, 0.0])
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     spread = found_for(folder).layers[0][0][0] * 127
-    monkeypatch.setattr(calibration, "PLACES", 0.0)
+    monkeypatch.setattr(key_fit, "PLACES", 0.0)
     beginning = found_for(folder).layers[0][0][0] * 127
     assert spread[3] > 0.9 * spread[1] and beginning[3] < 0.6 * beginning[1]
 

@@ -109,8 +109,11 @@ def test_codes_and_scales_have_the_cpus_bits(gpu: Device, format: KVFormat, stat
     here = make_paged([70], dtype=torch.bfloat16, formats=(format, format), static=static)
     sizes, slots = torch.logspace(-6, 6, 70)[:, None, None].bfloat16(), torch.arange(70)
     there = here.pool.to(gpu.place)
-    channels = [None if each is None else each.to(gpu.place) for each in here.channels]
-    on_gpu = ops.LayerPages(there, here.spec, 1, *channels)
+    shapings = [
+        ops.Shaping(*(None if x is None else x.to(gpu.place) for x in (each.channels, each.centre, each.feedback)))
+        for each in here.shapings
+    ]
+    on_gpu = ops.LayerPages(there, here.spec, 1, *shapings)
     for k, v in ((here.k[0] * sizes, here.v[0] * sizes), (here.k[0], here.v[0])):
         reference.store_kv(k, v, here.pages(), slots)
         ops.store_kv(k.to(gpu.place), v.to(gpu.place), on_gpu, slots.to(gpu.place))

@@ -14,7 +14,7 @@ struct AttentionHalf {
     KvFormat format;
     int64_t codes, scales, zeros;
     const float *signs;  // [head_dim] of the rotation, or null: not rotated
-    const float *channels;  // [kv_heads, head_dim]: scales that are fixed beforehand, or null
+    const float *channels;  // [kv_heads, head_dim]: by what K or V was divided before it was rotated, or null
 };
 
 // The arguments of an entry. Strides in elements, offsets in bytes.

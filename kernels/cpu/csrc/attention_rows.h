@@ -33,7 +33,7 @@ class ModelRows {
         memset(floats, 0, sizeof(float) * (width + W));
     }
 
-    // The row's query, rotated as K is and multiplied by K's channels, which then K need not be. Valid until the next
+    // The row's query, multiplied by K's channels, which then K need not be, and rotated as K is. Valid until the next
     // one is asked for.
     const Number *query(const Panel &panel, int row) const {
         const int64_t from = panel.token_of(row) * call.q_stride + panel.head_of(row, call.group()) * dims;
@@ -42,8 +42,8 @@ class ModelRows {
             widen(static_cast<const uint16_t *>(call.q) + from);
         else
             memcpy(floats, static_cast<const float *>(call.q) + from, sizeof(float) * dims);
-        if (call.k.signs) rotate(floats, call.k.signs, dims);
         if (call.k.channels) multiply(call.k.channels + panel.kv_head_of(row) * dims);
+        if (call.k.signs) rotate(floats, call.k.signs, dims);
         pack<F>();
         return reinterpret_cast<const Number *>(numbers);
     }

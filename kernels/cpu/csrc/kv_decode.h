@@ -163,7 +163,7 @@ class Decoder {
     static bool is_e4m3(const AttentionHalf &half) { return half.format == KvFormat::FP8_E4M3; }
     static bool is_fp8(const AttentionHalf &half) { return is_e4m3(half) || half.format == KvFormat::FP8_E5M2; }
     static bool has_token_scales(const AttentionHalf &half) {
-        return (is_e4m3(half) || half.format == KvFormat::INT8) && !half.channels;
+        return (is_e4m3(half) || half.format == KvFormat::INT8) && half.scales >= 0;
     }
     // Whether there is something left to multiply scores or weights by.
     static bool leaves_scales(const AttentionHalf &half) { return has_token_scales(half) || is_e4m3(half); }
@@ -226,7 +226,7 @@ class Decoder {
             case KvFormat::FP16:
                 return split_k<Fp16Pairs>(rows, place.ahead);
             case KvFormat::FP8_E4M3:
-                if (call.k.channels) return fp8_k<static_e4m3_to_fp16>(rows, place.ahead);
+                if (!has_token_scales(call.k)) return fp8_k<static_e4m3_to_fp16>(rows, place.ahead);
                 return fp8_k<e4m3_to_fp16>(rows, place.ahead);
             case KvFormat::FP8_E5M2:
                 return fp8_k<e5m2_to_fp16>(rows, place.ahead);
@@ -247,7 +247,7 @@ class Decoder {
             case KvFormat::FP16:
                 return split_v<Fp16Pairs>(rows, place.ahead);
             case KvFormat::FP8_E4M3:
-                if (call.v.channels) return fp8_v<static_e4m3_to_fp16>(rows, place.ahead);
+                if (!has_token_scales(call.v)) return fp8_v<static_e4m3_to_fp16>(rows, place.ahead);
                 return fp8_v<e4m3_to_fp16>(rows, place.ahead);
             case KvFormat::FP8_E5M2:
                 return fp8_v<e5m2_to_fp16>(rows, place.ahead);

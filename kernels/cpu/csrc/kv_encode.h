@@ -83,17 +83,56 @@ inline int32_t largest_of(const float *x, int64_t count) {
     return largest;
 }
 
-// Codes of x with a scale of its own, which is returned. CODE: e4m3_of or int8_of.
-template <uint8_t CODE(float)>
-uint16_t encode_scaled(const float *x, int64_t dims, float largest_code, uint8_t *__restrict codes) {
+// What codes read as.
+inline float float_of_int8(uint8_t code) { return static_cast<int8_t>(code); }
+inline float float_of_int4(uint8_t code) { return code; }
+inline float float_of_e4m3(uint8_t code) {
+    const int32_t magnitude = code & 0x7f;
+    const float normal = of_bits((magnitude << 20) + (120 << 23)), small = static_cast<float>(magnitude) * 0x1p-9f;
+    const float x = magnitude < 8 ? small : normal;
+    return code & 0x80 ? -x : x;
+}
+
+// A group of dims [begin, end) and the numbers that its codes stand for: code x scale + zero.
+struct Grid {
+    int64_t begin, end;
+    float scale, zero;
+};
+
+// A head's feedback: how much of a dim's error is subtracted from each later dim. Null: nothing is.
+struct Feedback {
+    const float *shares;  // [dims, dims]
+    int64_t dims;
+};
+
+// Codes of a group, from x of all of the head's dims; with feedback x of later dims is changed.
+template <uint8_t CODE(float), float VALUE(uint8_t)>
+void encode_on(const Grid &grid, float most_error, float *__restrict x, const Feedback &feedback,
+               uint8_t *__restrict codes) {
+    if (!feedback.shares) {
+        for (int64_t i = grid.begin; i < grid.end; i++) codes[i] = CODE((x[i] - grid.zero) / grid.scale);
+        return;
+    }
+    const float most = grid.scale * most_error;
+    for (int64_t i = grid.begin; i < grid.end; i++) {
+        const uint8_t code = codes[i] = CODE((x[i] - grid.zero) / grid.scale);
+        const float error = clamped(x[i] - (VALUE(code) * grid.scale + grid.zero), -most, most);
+        const float *__restrict shares = feedback.shares + i * feedback.dims;
+        for (int64_t j = i + 1; j < feedback.dims; j++) x[j] -= error * shares[j];
+    }
+}
+
+// Codes of a head with one scale, which is returned. CODE: e4m3_of or int8_of.
+template <uint8_t CODE(float), float VALUE(uint8_t)>
+uint16_t encode_scaled(float *x, int64_t dims, float largest_code, float most_error, const float *shares,
+                       uint8_t *codes) {
     const int32_t largest = largest_of(x, dims);
     if (largest >= INFINITE) {
         memset(codes, 0, dims);
         return NAN_SCALE;
     }
     const uint16_t scale = scale_of(of_bits(largest), largest_code);
-    const float divisor = float_of_fp16(scale);
-    for (int64_t i = 0; i < dims; i++) codes[i] = CODE(x[i] / divisor);
+    encode_on<CODE, VALUE>({0, dims, float_of_fp16(scale), 0}, most_error, x, {shares, dims}, codes);
     return scale;
 }
 
@@ -109,25 +148,32 @@ struct Int4Scale {
     uint16_t scale, zero;
 };
 
-// Codes, one in a byte, of a group.
-inline Int4Scale encode_int4(const float *x, uint8_t *__restrict codes) {
+inline uint8_t int4_of(float x) { return static_cast<uint8_t>(bits_of(clamped(x, 0, 15) + ROUND) & 15); }
+
+// Of a group, as its numbers are before any feedback. NAN_SCALE where one is not finite.
+inline Int4Scale int4_scale_of(const float *x) {
     int32_t least = INT32_MAX, most = INT32_MIN;
     for (int i = 0; i < INT4_GROUP; i++) {
         const int32_t key = ordered(bits_of(x[i]));
         least = key < least ? key : least;
         most = key > most ? key : most;
     }
-    if (most >= INFINITE || least <= ordered(INFINITE | ~MAGNITUDE)) {
-        memset(codes, 0, INT4_GROUP);
-        return {NAN_SCALE, 0};
-    }
+    if (most >= INFINITE || least <= ordered(INFINITE | ~MAGNITUDE)) return {NAN_SCALE, 0};
     const float low = of_bits(ordered(least)) + 0.0f;  // no -0: it is as low as 0
-    const uint16_t zero = fp16_of(clamped(low, -MOST_SCALE, MOST_SCALE));
-    const uint16_t scale = scale_of(of_bits(ordered(most)) - low, 15);
-    const float start = float_of_fp16(zero), divisor = float_of_fp16(scale);
-    for (int i = 0; i < INT4_GROUP; i++)
-        codes[i] = static_cast<uint8_t>(bits_of(clamped((x[i] - start) / divisor, 0, 15) + ROUND) & 15);
-    return {scale, zero};
+    return {scale_of(of_bits(ordered(most)) - low, 15), fp16_of(clamped(low, -MOST_SCALE, MOST_SCALE))};
+}
+
+// Codes, one in a byte, of a head, and the scales of its groups.
+inline void encode_int4(float *x, int64_t dims, const float *shares, uint8_t *codes, Int4Scale *scales) {
+    const int64_t groups = dims / INT4_GROUP;
+    for (int64_t group = 0; group < groups; group++) scales[group] = int4_scale_of(x + group * INT4_GROUP);
+    for (int64_t group = 0; group < groups; group++) {
+        const int64_t begin = group * INT4_GROUP, end = begin + INT4_GROUP;
+        const Int4Scale own = scales[group];
+        if (own.scale == NAN_SCALE) memset(codes + begin, 0, INT4_GROUP);
+        else encode_on<int4_of, float_of_int4>({begin, end, float_of_fp16(own.scale), float_of_fp16(own.zero)}, 1, x,
+                                               {shares, dims}, codes);
+    }
 }
 
 }  // namespace

@@ -13,9 +13,11 @@
 // Where K or V of a layer goes. Offsets in bytes, inside a block.
 struct StoreHalf {
     int64_t format;  // KvFormat
-    int64_t codes, scales, zeros;  // offsets; what the format has not is not looked at
-    const float *channels;  // [kv_heads, head_dim], what numbers are divided by; null: scales are not static
+    int64_t codes, scales, zeros;  // offsets; negative: there are none
+    const float *centre;  // [kv_heads, head_dim], what is subtracted from numbers, or null
+    const float *channels;  // [kv_heads, head_dim], what numbers are divided by, or null
     const float *signs;  // [head_dim]; null: not rotated
+    const float *feedback;  // [kv_heads, head_dim, head_dim], or null
 };
 
 // A layer's pages.
@@ -80,9 +82,12 @@ inline void put(uint16_t number, int64_t index, const Slot &slot, int64_t part) 
 struct Row {
     float *x;
     void *numbers;
+    Int4Scale *scales;
 
-    static int64_t bytes(int64_t dims) { return (dims * 8 + 63) / 64 * 64; }
-    static Row in(uint8_t *memory, int64_t dims) { return {reinterpret_cast<float *>(memory), memory + dims * 4}; }
+    static int64_t bytes(int64_t dims) { return (dims * 12 + 63) / 64 * 64; }
+    static Row in(uint8_t *memory, int64_t dims) {
+        return {reinterpret_cast<float *>(memory), memory + dims * 4, reinterpret_cast<Int4Scale *>(memory + dims * 8)};
+    }
 };
 
 inline void widen(const float *from, int64_t dims, float *to) { memcpy(to, from, dims * sizeof(float)); }
@@ -94,29 +99,33 @@ template <bool IS_K>
 void store_quantised(const StorePages &pages, const StoreHalf &half, const Slot &slot, int64_t head, const Row &row) {
     const int64_t dims = pages.head_dim;
     uint8_t *codes = static_cast<uint8_t *>(row.numbers), *to = slot.block + half.codes;
+    const int64_t per_head = head * dims, groups = dims / INT4_GROUP;
+    const float *shares = half.feedback ? half.feedback + per_head * dims : nullptr;
+    if (half.centre)
+        for (int64_t i = 0; i < dims; i++) row.x[i] -= half.centre[per_head + i];
     if (half.channels)
-        for (int64_t i = 0; i < dims; i++) row.x[i] /= half.channels[head * dims + i];
+        for (int64_t i = 0; i < dims; i++) row.x[i] /= half.channels[per_head + i];
     if (half.signs) rotate(row.x, half.signs, dims);
     switch (static_cast<KvFormat>(half.format)) {
         case KvFormat::FP8_E4M3:
-            if (half.channels) encode_unscaled<e4m3_of>(row.x, dims, codes);
-            else put(encode_scaled<e4m3_of>(row.x, dims, 448, codes), head, slot, half.scales);
+            if (half.scales < 0) encode_unscaled<e4m3_of>(row.x, dims, codes);
+            else put(encode_scaled<e4m3_of, float_of_e4m3>(row.x, dims, 448, 32, shares, codes), head, slot, half.scales);
             break;
         case KvFormat::INT8:
-            if (half.channels) encode_unscaled<int8_of>(row.x, dims, codes);
-            else put(encode_scaled<int8_of>(row.x, dims, 127, codes), head, slot, half.scales);
+            if (half.scales < 0) encode_unscaled<int8_of>(row.x, dims, codes);
+            else put(encode_scaled<int8_of, float_of_int8>(row.x, dims, 127, 1, shares, codes), head, slot, half.scales);
             break;
         case KvFormat::INT4:
-            for (int64_t group = 0; group < dims / INT4_GROUP; group++) {
-                const Int4Scale found = encode_int4(row.x + group * INT4_GROUP, codes + group * INT4_GROUP);
-                put(found.scale, head * (dims / INT4_GROUP) + group, slot, half.scales);
-                put(found.zero, head * (dims / INT4_GROUP) + group, slot, half.zeros);
+            encode_int4(row.x, dims, shares, codes, row.scales);
+            for (int64_t group = 0; group < groups; group++) {
+                put(row.scales[group].scale, head * groups + group, slot, half.scales);
+                put(row.scales[group].zero, head * groups + group, slot, half.zeros);
             }
-            return place_int4<IS_K>(codes, dims, slot, to + head * dims / 2 * slot.block_size);
+            return place_int4<IS_K>(codes, dims, slot, to + per_head / 2 * slot.block_size);
         default:
             encode_unscaled<e5m2_of>(row.x, dims, codes);
     }
-    place<IS_K, 1>(codes, dims, slot, to + head * dims * slot.block_size);
+    place<IS_K, 1>(codes, dims, slot, to + per_head * slot.block_size);
 }
 
 // Numbers of the model in another format, a head.

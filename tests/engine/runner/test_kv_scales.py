@@ -10,7 +10,10 @@ from safetensors.torch import load_file, save_file
 from configs.kv import KVFormat, LayerKV
 from engine.errors import StartupError
 from engine.runner.kv_scales import KIND, KVScales
+from engine.runner.kv_store import UNSHAPED
+from kernels.ops import NO_SHAPING
 
+CPU = torch.device("cpu")
 INT8, FP8, INT4, BF16 = KVFormat.INT8, KVFormat.FP8_E4M3, KVFormat.INT4, KVFormat.BF16
 LAYERS = (LayerKV(2, 8, INT8, static=True), LayerKV(1, 16, INT8, static=True))
 
@@ -31,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 def refusal(scales: KVScales, layers: tuple[LayerKV, ...], architecture: str = "Tiny") -> str:
     with pytest.raises(StartupError) as caught:
-        scales.channels(Path("f"), architecture, layers)
+        scales.shapings(Path("f"), architecture, layers, CPU)
     message = str(caught.value)
     assert message.startswith("--kv-cache-scales f ") and message.endswith(".") and "octavo calibrate" in message
     return message
@@ -55,24 +58,26 @@ def test_round_trip(path: Path):
         "channel",
         300,
     )
-    for found_both, both in zip(found.channels(path, "Tiny", LAYERS), scales.layers, strict=True):
-        for x, y in zip(found_both, both, strict=True):
-            assert torch.equal(x, y) and x.dtype == torch.float32 and x.is_contiguous()
+    for found_both, both in zip(found.shapings(path, "Tiny", LAYERS, CPU), scales.layers, strict=True):
+        for shaping, y in zip(found_both, both, strict=True):
+            x = shaping.channels
+            assert x is not None and torch.equal(x, y) and x.dtype == torch.float32 and x.is_contiguous()
+            assert shaping.centre is shaping.feedback is None
 
 
 def test_only_halves_with_fixed_scales_get_them():
     scales = scales_of()
     layers = (replace(LAYERS[0], value_format=INT4), LayerKV(1, 16, BF16))
-    (k, v), skipped = scales.channels(Path("f"), "Tiny", layers)
-    assert torch.equal(k, scales.layers[0][0]) and v is None and skipped == (None, None)
+    (k, v), skipped = scales.shapings(Path("f"), "Tiny", layers, CPU)
+    assert torch.equal(k.channels, scales.layers[0][0]) and v is NO_SHAPING and skipped == UNSHAPED
     layers = (replace(LAYERS[0], format=BF16, value_format=INT8), LAYERS[1])
-    (k, v), _ = scales.channels(Path("f"), "Tiny", layers)
-    assert k is None and torch.equal(v, scales.layers[0][1])
+    (k, v), _ = scales.shapings(Path("f"), "Tiny", layers, CPU)
+    assert k is NO_SHAPING and torch.equal(v.channels, scales.layers[0][1])
 
 
 def test_k_and_v_of_two_formats():
     layers = tuple(replace(layer, value_format=FP8) for layer in LAYERS)
-    assert scales_of(layers, (INT8, FP8)).channels(Path("f"), "Tiny", layers)
+    assert scales_of(layers, (INT8, FP8)).shapings(Path("f"), "Tiny", layers, CPU)
     assert "is for fp8_e4m3, and K is kept in int8" in refusal(scales_of(layers, (FP8, FP8)), layers)
 
 

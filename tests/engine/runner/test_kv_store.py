@@ -8,7 +8,8 @@ from configs.errors import StartupError
 from configs.kv import KVFormat, KVLayout, LayerKV
 from engine.model.interface import ForwardBatch
 from engine.runner.attention.paged import PagedAttention
-from engine.runner.kv_store import HUGE_PAGE, PagedStore, allocate_pool
+from engine.runner.kv_store import HUGE_PAGE, UNSHAPED, PagedStore, allocate_pool
+from kernels.ops import Shaping
 
 CPU = torch.device("cpu")
 
@@ -46,7 +47,9 @@ def test_a_store_writes_each_layer_in_its_formats(window: int | None):
     )
     layout, channels = KVLayout.of(layers, 8), torch.rand(2, 2, 32) + 0.1
     pools = [allocate_pool(3, group.spec.block_bytes, CPU) for group in layout.groups]
-    attention = PagedAttention(PagedStore(pools, layout, [(None, None), (channels[0], channels[1])]), layout)
+    attention = PagedAttention(
+        PagedStore(pools, layout, [UNSHAPED, (Shaping(channels[0]), Shaping(channels[1]))]), layout
+    )
     rows, groups = torch.arange(20), len(pools)
     ends, lengths = torch.tensor([0, 20], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
     tables = torch.tensor([[2, 0, 1]], dtype=torch.int32)
@@ -64,4 +67,4 @@ def test_a_store_writes_each_layer_in_its_formats(window: int | None):
 def test_layers_without_scales_need_none():
     layout = KVLayout.of((LayerKV(2, 32, KVFormat.INT8),) * 3, 8)
     pools = [allocate_pool(3, group.spec.block_bytes, CPU) for group in layout.groups]
-    assert [pages.channels for pages in PagedStore(pools, layout).pages] == [(None, None)] * 3
+    assert [pages.shapings for pages in PagedStore(pools, layout).pages] == [UNSHAPED] * 3

@@ -1,0 +1,155 @@
+"""How a model's keys are shaped before they are rounded to few bits, found from a text before any request.
+
+    text ─> pieces, each at another place of the window ─> the model, as it serves ─> moments of K and Q ─> `Shaping`
+
+A rounded key costs what its error adds to scores, q . error. So for each layer and key/value head:
+
+    centre    the mean of K. It adds the same to all scores of a query, and in models whose keys have biases it is most
+              of them.
+    channels  the square root of K's spread in each dim: wide dims do not take all the codes, narrow ones not all the
+              error, since queries are wide where keys are not.
+    feedback  queries lie in few directions, and an error that none of them sees costs nothing: each dim's error is made
+              up for by the dims after it. With H the second moments of Q as it meets what is stored, and inverse(H) =
+              U' U, U upper triangular, dim j > i gets error x U[i, j] / U[i, i] subtracted. (GPTQ, Frantar et al. 2023;
+              LDLQ in QuIP, Chee et al. 2023: for weights.)
+
+K is looked at as it is stored, after the rotation by position; why pieces lie all over the window says
+`engine.calibration`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from configs.kv import LayerKV
+from engine.model.base import CausalLM
+from engine.model.interface import AttentionBackend, ForwardBatch
+from engine.runner.kv_store import UNSHAPED, Shapings
+from engine.runner.solo import Solo
+from kernels import ops
+from kernels.reference import kv_formats
+
+PIECE = 64
+"""Tokens of the text that see each other."""
+PLACES = (5**0.5 - 1) / 2
+"""Of the window, between one piece's place and the next one's, round and round: any number of them lie evenly."""
+DAMPING = 0.03
+"""Of the mean of H's diagonal, added to it: directions in which the text has no queries count that much."""
+NARROWEST = 2.0**-10
+"""Of the widest dim of its head: a dim that hardly varied in the text counts as this wide."""
+
+
+def places(window: int, size: int, count: int) -> list[int]:
+    """Where `count` pieces of `size` tokens begin, all over the window."""
+    return [int((window - size) * (number * PLACES % 1.0)) for number in range(count)]
+
+
+class KeyFit:
+    """What was found of a model's keys, for caches of any formats."""
+
+    def __init__(self, moments: "Moments") -> None:
+        self._moments = moments
+
+    @classmethod
+    @torch.inference_mode()
+    def of(
+        cls, model: CausalLM, plain: Sequence[LayerKV], token_ids: Sequence[int], window: int, device: torch.device
+    ) -> "KeyFit":
+        """plain: the model's layers in its own format; token_ids: of the text; window: tokens."""
+        size = min(PIECE, window)
+        pieces = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
+        solo = Solo(model, plain, size, device)
+        moments = Moments(solo.attention, len(plain))
+        solo.attention = moments
+        for piece, place in zip(pieces, places(window, size, len(pieces)), strict=True):
+            solo.hidden(piece, place)
+        return cls(moments)
+
+    def shapings(self, layers: Sequence[LayerKV]) -> list[Shapings]:
+        """Of each of `layers`: of keys with scales of their own, and of nothing else."""
+        return [
+            (self._moments.layers[number].shaping(layer), ops.NO_SHAPING)
+            if layer.num_scales(layer.formats[0])
+            else UNSHAPED
+            for number, layer in enumerate(layers)
+        ]
+
+
+class LayerMoments:
+    """Sums over the tokens that a layer has seen, fp64."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.k: torch.Tensor | float = 0.0
+        """[kv_heads, head_dim]"""
+        self.k_squares: torch.Tensor | float = 0.0
+        """The same."""
+        self.q_products: torch.Tensor | float = 0.0
+        """[kv_heads, head_dim, head_dim], over the query heads of each."""
+        self.is_bent = False
+        """Whether scores go through a soft cap, or sinks stand beside them: then a centre would show."""
+
+    def add(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """q: [T, heads, head_dim]; k: [T, kv_heads, head_dim]"""
+        self.num_tokens += len(k)
+        self.k = self.k + k.double().sum(dim=0)
+        self.k_squares = self.k_squares + k.double().square().sum(dim=0)
+        by_head = q.float().view(len(q), k.shape[1], -1, q.shape[2]).transpose(0, 1).flatten(1, 2)
+        self.q_products = self.q_products + (by_head.mT @ by_head).double()
+
+    def shaping(self, layer: LayerKV) -> ops.Shaping:
+        """None at all where the model's numbers were not finite."""
+        k, squares, products = (torch.as_tensor(x).cpu() for x in (self.k, self.k_squares, self.q_products))
+        if not all(bool(x.isfinite().all()) for x in (k, squares, products)):
+            return ops.NO_SHAPING
+        mean = torch.zeros_like(k) if self.is_bent else k / self.num_tokens
+        width = (squares / self.num_tokens - mean.square()).clamp_min(0).sqrt()
+        width = torch.maximum(width, width.amax(dim=-1, keepdim=True) * NARROWEST).clamp_min(kv_formats.LEAST_SCALE)
+        channels = width.sqrt()
+        products = (
+            products * channels.unsqueeze(-1) * channels.unsqueeze(-2)
+        )  # of q x channels, which meets what is stored
+        if layer.is_rotated(layer.formats[0]):
+            products = kv_formats.rotate(kv_formats.rotate(products).mT)
+        device = torch.as_tensor(self.k).device
+        centre = None if self.is_bent else mean
+        found = (
+            None if x is None else x.float().contiguous().to(device) for x in (channels, centre, feedback(products))
+        )
+        return ops.Shaping(*found)
+
+
+def feedback(products: torch.Tensor) -> torch.Tensor:
+    """products: H, fp64 [..., D, D] -> fp64 [..., D, D], of which entries above the diagonal count."""
+    dims = products.shape[-1]
+    damping = DAMPING * products.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    damped = products + damping[..., None, None] * torch.eye(dims, dtype=products.dtype)
+    upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
+    shares: torch.Tensor = upper / upper.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    return shares
+
+
+class Moments:
+    """`AttentionBackend` that hands everything on and notes what K and Q look like."""
+
+    name = "key fit"
+
+    def __init__(self, inner: AttentionBackend, num_layers: int) -> None:
+        self.inner = inner
+        self.layers = [LayerMoments() for _ in range(num_layers)]
+
+    def forward(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        moments = self.layers[layer]
+        moments.add(q, k)
+        moments.is_bent = softcap is not None or sinks is not None
+        return self.inner.forward(layer, q, k, v, batch, scale, softcap, sinks)
