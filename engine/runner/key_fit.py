@@ -29,7 +29,7 @@ from engine.runner.solo import Solo
 from kernels import ops
 from kernels.reference import kv_formats
 
-PIECE = 64
+PIECE = 128
 """Tokens of the text that see each other."""
 PLACES = (5**0.5 - 1) / 2
 """Of the window, between one piece's place and the next one's, round and round: any number of them lie evenly."""

@@ -1,6 +1,6 @@
 """A text to try models with, in words that any of them has met: prose, dialogue, tables, code, other languages."""
 
-TRIED_TOKENS, FIT_TOKENS = 256, 512
+TRIED_TOKENS, FIT_TOKENS = 256, 1024
 """Of the text: the first ones a KV cache's format is tried with, and to those behind them keys are fitted."""
 
 SAMPLE = """\

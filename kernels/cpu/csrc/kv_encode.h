@@ -39,13 +39,14 @@ int32_t narrowed(int32_t magnitude) {
 }
 
 template <int EXPONENT, int MANTISSA, int32_t LARGEST>
-uint8_t fp8_of(float x) {
+int32_t fp8_of(float x) {
     const int32_t bits = bits_of(x), magnitude = bits & MAGNITUDE;
     const int32_t code = narrowed<EXPONENT, MANTISSA>(magnitude < LARGEST ? magnitude : LARGEST) | (bits >> 24 & 0x80);
-    return static_cast<uint8_t>(magnitude > INFINITE ? 0x7f : code);
+    return magnitude > INFINITE ? 0x7f : code;
 }
-inline uint8_t e4m3_of(float x) { return fp8_of<4, 3, 0x43e00000>(x); }  // 448
-inline uint8_t e5m2_of(float x) { return fp8_of<5, 2, 0x47600000>(x); }  // 57344
+// Codes are bytes: 0 to 255.
+inline int32_t e4m3_of(float x) { return fp8_of<4, 3, 0x43e00000>(x); }  // 448
+inline int32_t e5m2_of(float x) { return fp8_of<5, 2, 0x47600000>(x); }  // 57344
 
 // As IEEE 754 has it: too large is infinite.
 inline uint16_t fp16_of(float x) {
@@ -61,11 +62,11 @@ inline float float_of_fp16(uint16_t x) {
     return x & 0x8000 ? -magnitude : magnitude;
 }
 
-inline uint8_t int8_of(float x) {
+inline int32_t int8_of(float x) {
     x = x != x ? 0 : x;
     x = x < -127 ? -127 : x;
     x = x > 127 ? 127 : x;
-    return static_cast<uint8_t>(bits_of(x + ROUND));
+    return bits_of(x + ROUND) & 0xff;
 }
 
 inline float clamped(float x, float least, float most) { return x < least ? least : x > most ? most : x; }
@@ -83,62 +84,38 @@ inline int32_t largest_of(const float *x, int64_t count) {
     return largest;
 }
 
+// The scale of a head that has one. NAN_SCALE where a number is not finite.
+inline uint16_t scale_of_head(const float *x, int64_t dims, float largest_code) {
+    const int32_t largest = largest_of(x, dims);
+    return largest >= INFINITE ? NAN_SCALE : scale_of(of_bits(largest), largest_code);
+}
+
 // What codes read as.
-inline float float_of_int8(uint8_t code) { return static_cast<int8_t>(code); }
-inline float float_of_int4(uint8_t code) { return code; }
-inline float float_of_e4m3(uint8_t code) {
+inline float float_of_int8(int32_t code) { return static_cast<float>((code ^ 0x80) - 0x80); }
+inline float float_of_int4(int32_t code) { return static_cast<float>(code); }
+inline float float_of_e4m3(int32_t code) {
     const int32_t magnitude = code & 0x7f;
     const float normal = of_bits((magnitude << 20) + (120 << 23)), small = static_cast<float>(magnitude) * 0x1p-9f;
     const float x = magnitude < 8 ? small : normal;
     return code & 0x80 ? -x : x;
 }
 
-// A group of dims [begin, end) and the numbers that its codes stand for: code x scale + zero.
-struct Grid {
-    int64_t begin, end;
-    float scale, zero;
-};
-
-// A head's feedback: how much of a dim's error is subtracted from each later dim. Null: nothing is.
-struct Feedback {
-    const float *shares;  // [dims, dims]
-    int64_t dims;
-};
-
-// Codes of a group, from x of all of the head's dims; with feedback x of later dims is changed.
-template <uint8_t CODE(float), float VALUE(uint8_t)>
-void encode_on(const Grid &grid, float most_error, float *__restrict x, const Feedback &feedback,
-               uint8_t *__restrict codes) {
-    if (!feedback.shares) {
-        for (int64_t i = grid.begin; i < grid.end; i++) codes[i] = CODE((x[i] - grid.zero) / grid.scale);
-        return;
-    }
-    const float most = grid.scale * most_error;
-    for (int64_t i = grid.begin; i < grid.end; i++) {
-        const uint8_t code = codes[i] = CODE((x[i] - grid.zero) / grid.scale);
-        const float error = clamped(x[i] - (VALUE(code) * grid.scale + grid.zero), -most, most);
-        const float *__restrict shares = feedback.shares + i * feedback.dims;
-        for (int64_t j = i + 1; j < feedback.dims; j++) x[j] -= error * shares[j];
-    }
-}
-
-// Codes of a head with one scale, which is returned. CODE: e4m3_of or int8_of.
-template <uint8_t CODE(float), float VALUE(uint8_t)>
-uint16_t encode_scaled(float *x, int64_t dims, float largest_code, float most_error, const float *shares,
-                       uint8_t *codes) {
-    const int32_t largest = largest_of(x, dims);
-    if (largest >= INFINITE) {
+// Codes of x with a scale of its own, which is returned. CODE: e4m3_of or int8_of.
+template <int32_t CODE(float)>
+uint16_t encode_scaled(const float *x, int64_t dims, float largest_code, uint8_t *__restrict codes) {
+    const uint16_t scale = scale_of_head(x, dims, largest_code);
+    if (scale == NAN_SCALE) {
         memset(codes, 0, dims);
-        return NAN_SCALE;
+        return scale;
     }
-    const uint16_t scale = scale_of(of_bits(largest), largest_code);
-    encode_on<CODE, VALUE>({0, dims, float_of_fp16(scale), 0}, most_error, x, {shares, dims}, codes);
+    const float divisor = float_of_fp16(scale);
+    for (int64_t i = 0; i < dims; i++) codes[i] = static_cast<uint8_t>(CODE(x[i] / divisor));
     return scale;
 }
 
-template <uint8_t CODE(float)>
+template <int32_t CODE(float)>
 void encode_unscaled(const float *x, int64_t dims, uint8_t *__restrict codes) {
-    for (int64_t i = 0; i < dims; i++) codes[i] = CODE(x[i]);
+    for (int64_t i = 0; i < dims; i++) codes[i] = static_cast<uint8_t>(CODE(x[i]));
 }
 
 // Bits and keys that are in the order of the floats, -0 before 0; its own inverse.
@@ -148,7 +125,7 @@ struct Int4Scale {
     uint16_t scale, zero;
 };
 
-inline uint8_t int4_of(float x) { return static_cast<uint8_t>(bits_of(clamped(x, 0, 15) + ROUND) & 15); }
+inline int32_t int4_of(float x) { return bits_of(clamped(x, 0, 15) + ROUND) & 15; }
 
 // Of a group, as its numbers are before any feedback. NAN_SCALE where one is not finite.
 inline Int4Scale int4_scale_of(const float *x) {
@@ -163,16 +140,67 @@ inline Int4Scale int4_scale_of(const float *x) {
     return {scale_of(of_bits(ordered(most)) - low, 15), fp16_of(clamped(low, -MOST_SCALE, MOST_SCALE))};
 }
 
-// Codes, one in a byte, of a head, and the scales of its groups.
-inline void encode_int4(float *x, int64_t dims, const float *shares, uint8_t *codes, Int4Scale *scales) {
-    const int64_t groups = dims / INT4_GROUP;
-    for (int64_t group = 0; group < groups; group++) scales[group] = int4_scale_of(x + group * INT4_GROUP);
-    for (int64_t group = 0; group < groups; group++) {
-        const int64_t begin = group * INT4_GROUP, end = begin + INT4_GROUP;
-        const Int4Scale own = scales[group];
-        if (own.scale == NAN_SCALE) memset(codes + begin, 0, INT4_GROUP);
-        else encode_on<int4_of, float_of_int4>({begin, end, float_of_fp16(own.scale), float_of_fp16(own.zero)}, 1, x,
-                                               {shares, dims}, codes);
+// Codes, one in a byte, of a group.
+inline Int4Scale encode_int4(const float *x, uint8_t *__restrict codes) {
+    const Int4Scale own = int4_scale_of(x);
+    if (own.scale == NAN_SCALE) {
+        memset(codes, 0, INT4_GROUP);
+        return own;
+    }
+    const float start = float_of_fp16(own.zero), divisor = float_of_fp16(own.scale);
+    for (int i = 0; i < INT4_GROUP; i++) codes[i] = static_cast<uint8_t>(int4_of((x[i] - start) / divisor));
+    return own;
+}
+
+// The numbers that codes of a group of LANES tokens can stand for: code x scale + zero.
+template <int LANES>
+struct Grid {
+    float scale[LANES], zero[LANES];
+    int32_t live[LANES];  // all ones, or 0 where a number of the group is not finite
+
+    void set(int lane, uint16_t its_scale, uint16_t its_zero) {
+        const bool is_finite = its_scale != NAN_SCALE;
+        scale[lane] = is_finite ? float_of_fp16(its_scale) : 1;
+        zero[lane] = float_of_fp16(its_zero);
+        live[lane] = is_finite ? -1 : 0;
+    }
+};
+
+// Subtracts the errors' shares from dims [begin, dims) of x.
+template <int LANES>
+void hand_on(const float *error, const float *__restrict shares, int64_t begin, int64_t dims, float *__restrict x) {
+    if constexpr (LANES % W == 0) {
+        Vec errors[LANES / W];
+        for (int part = 0; part < LANES / W; part++) errors[part] = load(error + part * W);
+        for (int64_t i = begin; i < dims; i++) {
+            const Vec share = splat(shares[i]);
+            for (int part = 0; part < LANES / W; part++) {
+                float *to = x + i * LANES + part * W;
+                store(to, sub(load(to), mul(errors[part], share)));
+            }
+        }
+    } else {
+        static_assert(LANES == 1, "whole vectors, or one token");
+        for (int64_t i = begin; i < dims; i++) x[i] -= error[0] * shares[i];
+    }
+}
+
+// Codes of dims [begin, end) of a head of LANES tokens, which share a grid, with feedback: what a code has lost is
+// subtracted, by its shares, from all dims behind it. Tokens lie side by side and do not notice each other.
+// x, codes: [dims, LANES]; shares: [dims, dims].
+template <int LANES, int32_t CODE(float), float VALUE(int32_t)>
+void encode_fed(const Grid<LANES> &grid, float most_error, int64_t begin, int64_t end, int64_t dims,
+                const float *__restrict shares, float *__restrict x, int32_t *__restrict codes) {
+    for (int64_t i = begin; i < end; i++) {
+        float error[LANES];
+        for (int lane = 0; lane < LANES; lane++) {
+            const float now = of_bits(bits_of(x[i * LANES + lane]) & grid.live[lane]), scale = grid.scale[lane];
+            const int32_t code = CODE((now - grid.zero[lane]) / scale) & grid.live[lane];
+            const float most = scale * most_error, lost = now - (VALUE(code) * scale + grid.zero[lane]);
+            codes[i * LANES + lane] = code;
+            error[lane] = of_bits(bits_of(clamped(lost, -most, most)) & grid.live[lane]);
+        }
+        hand_on<LANES>(error, shares + i * dims, i + 1, dims, x);
     }
 }
 

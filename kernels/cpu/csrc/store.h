@@ -78,15 +78,22 @@ inline void put(uint16_t number, int64_t index, const Slot &slot, int64_t part) 
     memcpy(slot.block + part + (index * slot.block_size + slot.offset) * 2, &number, 2);
 }
 
-// One worker's memory for a head: its numbers, and what they become.
+constexpr int LANES = 16;  // tokens whose keys are encoded side by side, where there is feedback
+
+// One worker's memory: a head's numbers, and what they become; and the same of LANES tokens.
 struct Row {
     float *x;
     void *numbers;
-    Int4Scale *scales;
+    float *lanes;  // [dims, LANES]
+    int32_t *codes;  // [dims, LANES]
+    Int4Scale *scales;  // [groups, LANES]; of other formats only `scale`, and one group
 
-    static int64_t bytes(int64_t dims) { return (dims * 12 + 63) / 64 * 64; }
+    static int64_t bytes(int64_t dims) { return (dims * (8 + LANES * 12) + 63) / 64 * 64; }
     static Row in(uint8_t *memory, int64_t dims) {
-        return {reinterpret_cast<float *>(memory), memory + dims * 4, reinterpret_cast<Int4Scale *>(memory + dims * 8)};
+        uint8_t *lanes = memory + dims * 8;
+        return {reinterpret_cast<float *>(memory), memory + dims * 4, reinterpret_cast<float *>(lanes),
+                reinterpret_cast<int32_t *>(lanes + dims * LANES * 4),
+                reinterpret_cast<Int4Scale *>(lanes + dims * LANES * 8)};
     }
 };
 
@@ -95,37 +102,52 @@ inline void widen(const Bf16Bits *from, int64_t dims, float *__restrict to) {
     for (int64_t i = 0; i < dims; i++) to[i] = of_bits(static_cast<int32_t>(static_cast<uint32_t>(from[i]) << 16));
 }
 
+// What is done to a head's numbers before they become codes.
+inline void shape(const StoreHalf &half, int64_t head, int64_t dims, float *x) {
+    if (half.centre)
+        for (int64_t i = 0; i < dims; i++) x[i] -= half.centre[head * dims + i];
+    if (half.channels)
+        for (int64_t i = 0; i < dims; i++) x[i] /= half.channels[head * dims + i];
+    if (half.signs) rotate(x, half.signs, dims);
+}
+
+inline void put_int4(const Int4Scale &found, int64_t group, const Slot &slot, const StoreHalf &half) {
+    put(found.scale, group, slot, half.scales);
+    put(found.zero, group, slot, half.zeros);
+}
+
+template <bool IS_K>
+void place_codes(const StoreHalf &half, int64_t head, int64_t dims, const Slot &slot, const uint8_t *codes) {
+    uint8_t *to = slot.block + half.codes;
+    if (static_cast<KvFormat>(half.format) == KvFormat::INT4)
+        return place_int4<IS_K>(codes, dims, slot, to + head * dims / 2 * slot.block_size);
+    place<IS_K, 1>(codes, dims, slot, to + head * dims * slot.block_size);
+}
+
 template <bool IS_K>
 void store_quantised(const StorePages &pages, const StoreHalf &half, const Slot &slot, int64_t head, const Row &row) {
-    const int64_t dims = pages.head_dim;
-    uint8_t *codes = static_cast<uint8_t *>(row.numbers), *to = slot.block + half.codes;
-    const int64_t per_head = head * dims, groups = dims / INT4_GROUP;
-    const float *shares = half.feedback ? half.feedback + per_head * dims : nullptr;
-    if (half.centre)
-        for (int64_t i = 0; i < dims; i++) row.x[i] -= half.centre[per_head + i];
-    if (half.channels)
-        for (int64_t i = 0; i < dims; i++) row.x[i] /= half.channels[per_head + i];
-    if (half.signs) rotate(row.x, half.signs, dims);
+    const int64_t dims = pages.head_dim, groups = dims / INT4_GROUP;
+    uint8_t *codes = static_cast<uint8_t *>(row.numbers);
+    shape(half, head, dims, row.x);
     switch (static_cast<KvFormat>(half.format)) {
         case KvFormat::FP8_E4M3:
             if (half.scales < 0) encode_unscaled<e4m3_of>(row.x, dims, codes);
-            else put(encode_scaled<e4m3_of, float_of_e4m3>(row.x, dims, 448, 32, shares, codes), head, slot, half.scales);
+            else put(encode_scaled<e4m3_of>(row.x, dims, 448, codes), head, slot, half.scales);
             break;
         case KvFormat::INT8:
             if (half.scales < 0) encode_unscaled<int8_of>(row.x, dims, codes);
-            else put(encode_scaled<int8_of, float_of_int8>(row.x, dims, 127, 1, shares, codes), head, slot, half.scales);
+            else put(encode_scaled<int8_of>(row.x, dims, 127, codes), head, slot, half.scales);
             break;
         case KvFormat::INT4:
-            encode_int4(row.x, dims, shares, codes, row.scales);
             for (int64_t group = 0; group < groups; group++) {
-                put(row.scales[group].scale, head * groups + group, slot, half.scales);
-                put(row.scales[group].zero, head * groups + group, slot, half.zeros);
+                const int64_t at = group * INT4_GROUP;
+                put_int4(encode_int4(row.x + at, codes + at), head * groups + group, slot, half);
             }
-            return place_int4<IS_K>(codes, dims, slot, to + per_head / 2 * slot.block_size);
+            break;
         default:
             encode_unscaled<e5m2_of>(row.x, dims, codes);
     }
-    place<IS_K, 1>(codes, dims, slot, to + per_head * slot.block_size);
+    place_codes<IS_K>(half, head, dims, slot, codes);
 }
 
 // Numbers of the model in another format, a head.
@@ -158,14 +180,72 @@ void store_heads(const StorePages &pages, const StoreHalf &half, const Slot &slo
     }
 }
 
-template <class Model>
-void store_token(const StorePages &pages, const StoreRows &rows, int64_t token, const Row &row) {
-    const int64_t slot = rows.slots[token];
-    if (slot < 0) return;
+inline Slot slot_of(const StorePages &pages, int64_t slot) {
     const int64_t size = pages.block_size;
-    const Slot to = {pages.pool + slot / size * pages.block_bytes, slot % size, size};
-    store_heads<true>(pages, pages.k, to, static_cast<const Model *>(rows.k) + token * rows.k_stride, row);
-    store_heads<false>(pages, pages.v, to, static_cast<const Model *>(rows.v) + token * rows.v_stride, row);
+    return {pages.pool + slot / size * pages.block_bytes, slot % size, size};
+}
+
+// Keys of `count` <= N tokens from `first` on, with feedback.
+template <int N, class Model>
+void store_fed_keys(const StorePages &pages, const StoreRows &rows, int64_t first, int count, const Row &row) {
+    const StoreHalf &half = pages.k;
+    const KvFormat format = static_cast<KvFormat>(half.format);
+    const int64_t dims = pages.head_dim, groups = format == KvFormat::INT4 ? dims / INT4_GROUP : 1;
+    const float largest = format == KvFormat::INT8 ? 127 : 448;
+    for (int64_t head = 0; head < pages.kv_heads; head++) {
+        for (int lane = 0; lane < count; lane++) {
+            widen(static_cast<const Model *>(rows.k) + (first + lane) * rows.k_stride + head * dims, dims, row.x);
+            shape(half, head, dims, row.x);
+            for (int64_t i = 0; i < dims; i++) row.lanes[i * N + lane] = row.x[i];
+            for (int64_t group = 0; group < groups; group++)
+                row.scales[group * N + lane] = format == KvFormat::INT4
+                                                   ? int4_scale_of(row.x + group * INT4_GROUP)
+                                                   : Int4Scale{scale_of_head(row.x, dims, largest), 0};
+        }
+        for (int64_t group = 0; group < groups; group++) {
+            Grid<N> grid;
+            for (int lane = 0; lane < N; lane++) {
+                const Int4Scale own = lane < count ? row.scales[group * N + lane] : Int4Scale{NAN_SCALE, 0};
+                grid.set(lane, own.scale, own.zero);
+            }
+            const int64_t begin = group * (dims / groups), end = begin + dims / groups;
+            const float *shares = half.feedback + head * dims * dims;
+            if (format == KvFormat::INT4)
+                encode_fed<N, int4_of, float_of_int4>(grid, 1, begin, end, dims, shares, row.lanes, row.codes);
+            else if (format == KvFormat::INT8)
+                encode_fed<N, int8_of, float_of_int8>(grid, 1, begin, end, dims, shares, row.lanes, row.codes);
+            else
+                encode_fed<N, e4m3_of, float_of_e4m3>(grid, 32, begin, end, dims, shares, row.lanes, row.codes);
+        }
+        uint8_t *codes = static_cast<uint8_t *>(row.numbers);
+        for (int lane = 0; lane < count; lane++) {
+            if (rows.slots[first + lane] < 0) continue;
+            const Slot slot = slot_of(pages, rows.slots[first + lane]);
+            for (int64_t i = 0; i < dims; i++) codes[i] = static_cast<uint8_t>(row.codes[i * N + lane]);
+            place_codes<true>(half, head, dims, slot, codes);
+            for (int64_t group = 0; group < groups; group++) {
+                const Int4Scale &own = row.scales[group * N + lane];
+                if (format == KvFormat::INT4) put_int4(own, head * groups + group, slot, half);
+                else put(own.scale, head, slot, half.scales);
+            }
+        }
+    }
+}
+
+template <class Model>
+void store_tokens(const StorePages &pages, const StoreRows &rows, int64_t first, int64_t end, const Row &row) {
+    for (int64_t token = first; pages.k.feedback && token < end; token += LANES) {
+        const int count = static_cast<int>(end - token < LANES ? end - token : LANES);
+        if (count == 1) store_fed_keys<1, Model>(pages, rows, token, count, row);
+        else store_fed_keys<LANES, Model>(pages, rows, token, count, row);
+    }
+    for (int64_t token = first; token < end; token++) {
+        if (rows.slots[token] < 0) continue;
+        const Slot to = slot_of(pages, rows.slots[token]);
+        if (!pages.k.feedback)
+            store_heads<true>(pages, pages.k, to, static_cast<const Model *>(rows.k) + token * rows.k_stride, row);
+        store_heads<false>(pages, pages.v, to, static_cast<const Model *>(rows.v) + token * rows.v_stride, row);
+    }
 }
 
 // Returns 1 where there is no memory.
@@ -179,9 +259,7 @@ int32_t store_kv(const StorePages &pages, const StoreRows &rows) {
     if (!memory) return 1;
     auto body = [&](int thread) {
         const Row row = Row::in(memory + thread * row_bytes, pages.head_dim);
-        const int64_t end = rows.tokens * (thread + 1) / threads;
-        for (int64_t token = rows.tokens * thread / threads; token < end; token++)
-            store_token<Model>(pages, rows, token, row);
+        store_tokens<Model>(pages, rows, rows.tokens * thread / threads, rows.tokens * (thread + 1) / threads, row);
     };
     on_threads(threads, body);
     free(memory);
