@@ -93,6 +93,16 @@ class LayerKV:
         flatten the rest, with which it shares a scale."""
         return self.num_scales(format) > 0
 
+    @property
+    def fits_keys(self) -> bool:
+        """Whether K is fitted at start (`engine.runner.key_fit`): where it has scales of its own."""
+        return self.num_scales(self.formats[0]) > 0
+
+    @property
+    def fit_bytes(self) -> int:
+        """What the fit takes, outside of all blocks: centre, channels and feedback of each head, fp32."""
+        return 4 * self.kv_heads * self.head_dim * (self.head_dim + 2) if self.fits_keys else 0
+
     def num_scales(self, format: KVFormat) -> int:
         """Scales of a token and head that lie in the block."""
         if format is KVFormat.INT4:
@@ -204,9 +214,6 @@ class KVSpec:
 
     def blocks_for_tokens(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
-
-    def blocks_for_bytes(self, size: int) -> int:
-        return size // self.block_bytes
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ PLAIN: dict[DType, KVFormat] = {"bfloat16": KVFormat.BF16, "float16": KVFormat.F
 SCALES = {
     KVFormat.FP8_E4M3: "a scale for each token and head",
     KVFormat.FP8_E5M2: "no scales",
-    KVFormat.INT8: "rotated, a scale for each token and head",
-    KVFormat.INT4: f"rotated, a scale and a zero point for each token and {INT4_GROUP} numbers",
+    KVFormat.INT8: "a scale for each token and head",
+    KVFormat.INT4: f"a scale and a zero point for each token and {INT4_GROUP} numbers",
 }
 
 
 def kv_layers(settings: Settings, model: SizedConfig, dtype: DType) -> tuple[LayerKV, ...]:
     """All of the model's layers, in order. dtype: what it computes in (--dtype, resolved).
 
-    Raises `SettingsError` that names flag, value and limit.
+    Raises `StartupError` that names flag, value and limit.
     """
     plain = model.kv_layers(PLAIN[dtype])
     k_format, v_format = kv_formats(settings, dtype)
@@ -44,6 +44,12 @@ def kv_layers(settings: Settings, model: SizedConfig, dtype: DType) -> tuple[Lay
         raise SettingsError(
             f"--kv-refresh-interval {settings.kv_refresh_interval} mends a quantised KV cache, and this one is to be "
             f"{format_name(settings, dtype)}: leave it out, or use --kv-cache-dtype int8."
+        )
+    window = model.effective_window(settings.max_model_len)
+    if settings.kv_refresh_interval is not None and settings.kv_refresh_interval >= window:
+        raise SettingsError(
+            f"--kv-refresh-interval {settings.kv_refresh_interval} never comes, since no sequence generates more than "
+            f"{window - 1} of its {window} tokens: lower it, or leave it out."
         )
     skipped = _skipped(settings, plain, is_quantised)
     if is_quantised and len(skipped) == len(plain):

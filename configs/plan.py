@@ -17,7 +17,7 @@ from configs.kv_flags import kv_layers
 from configs.model import DType, SizedConfig
 from configs.plan_costs import paged_bytes, payload_bytes, reserved_bytes, useful_share
 from configs.plan_lengths import Lengths
-from configs.plan_model import check_plausible, query_heads
+from configs.plan_model import query_heads
 from configs.plan_options import Load, Option, Question, options
 from configs.pool import Costs, PoolPlan
 from configs.settings import Settings
@@ -68,7 +68,7 @@ class Plan:
     options: tuple[Option, ...]
     """Reservation first, then in pages as it is, then changes in the order of their price."""
     ranks_needed: int | None
-    """GPUs of this size, a power of two, with which there is room for a KV cache, where there is none."""
+    """GPUs of this size with which there is room for a KV cache, where there is none."""
     ranks_for_load: int | None
     """The same for the load, where it does not fit."""
 
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def replication(self) -> float:
-        """Times that each KV head is kept: more than once where there are more GPUs than KV heads."""
+        """Times that KV heads are kept, on average: more than once where there are more GPUs than KV heads."""
         return self.question.ranks * self.costs.layout.bytes_per_token / self.whole.layout.bytes_per_token
 
     @property
@@ -135,9 +135,10 @@ def make_plan(question: Question, lengths: Lengths, context: int | None = None) 
     That something does not fit is no error: the plan says so. Raises `StartupError` for settings and sizes that cannot
     be, one sentence that names flag, value and limit.
     """
-    check_plausible(question.model)
     settings, window = question.settings, question.costs.window
-    if context is not None and not 1 <= context <= window:
+    if context is not None and context < 1:
+        raise SettingsError(f"--context {context} is no length of a sequence: give at least 1.")
+    if context is not None and context > window:
         raise SettingsError(
             f"--context {context} is not within the window of {window} tokens: lower it, or give --max-model-len "
             f"(this model takes up to {question.model.max_window})."

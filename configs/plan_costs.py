@@ -62,6 +62,13 @@ def pool_for(settings: Settings, costs: Costs, count: int, tokens: int) -> int |
     return high
 
 
+def pages_for(settings: Settings, costs: Costs, pool_bytes: int) -> int:
+    """What --num-gpu-blocks-override calls pools of this size."""
+    pool = _pool_of(settings, costs, pool_bytes)
+    assert pool is not None, pool_bytes
+    return pool.num_pages[0 if costs.layout.groups[0].layers else -1]
+
+
 def _pool_of(settings: Settings, costs: Costs, size: int) -> PoolPlan | None:
     given = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": size}
     sized = settings.model_copy(update=given)
@@ -79,4 +86,6 @@ def memory_for(settings: Settings, costs: Costs, pool_bytes: int, memory: Memory
     is_gpu = memory is None or memory.is_gpu
     taken = costs.weight_bytes + costs.work_bytes(is_gpu) + pool_bytes
     share = settings.gpu_memory_utilization or (GPU_SHARE if is_gpu else 1.0)
+    if settings.num_gpu_blocks_override is not None or settings.kv_cache_memory_bytes is not None:
+        share = 1.0  # they stand above it
     return math.ceil(taken / Fraction(share)) + 1  # a share of it is rounded down

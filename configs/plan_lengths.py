@@ -1,29 +1,29 @@
 """How long requests are: read from a trace, or assumed.
 
 A trace is a file of JSON objects, one a line, each with a request's prompt and output in tokens, under one of `KEYS`.
-Octavo's own log (--log-format json) is one. Other lines are passed over.
+Octavo's own log (--log-format json) is one. Other lines are passed over, and requests that did not come to their end.
 """
 
 import json
 import math
-from collections.abc import Iterable
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from configs.errors import SettingsError
+from configs.errors import SettingsError, reason_of, shown
 
-KEYS = (
-    ("prompt_tokens", "completion_tokens"),
-    ("prompt_tokens", "generated_tokens"),
-    ("input_length", "output_length"),
-)
+LOG_KEYS = ("prompt_tokens", "generated_tokens")
+"""Of Octavo's log."""
+KEYS = (("prompt_tokens", "completion_tokens"), LOG_KEYS, ("input_length", "output_length"))
 """(of the prompt, of the output): OpenAI's usage, Octavo's log, Mooncake's traces (arXiv:2407.00079)"""
 ASSUMED_P50, ASSUMED_P95 = 1024, 4096
 """Prompt and output together, where no trace is given: a log-normal distribution with these quantiles."""
 POINTS = 1000
 """The assumed distribution is cut into so many equally likely parts."""
+MAX_MIB = 256
+"""Of a trace: more requests say no more."""
 
 
 @dataclass(frozen=True)
@@ -68,32 +68,56 @@ def assumed_lengths() -> Lengths:
 def read_lengths(path: str) -> Lengths:
     """Raises `SettingsError` for a file that is no trace, naming line and value."""
     try:
-        with Path(path).expanduser().open(encoding="utf-8") as file:
-            tokens = sorted(_totals(file, path))
-    except OSError as error:
-        raise SettingsError(f"--lengths {path} cannot be read: {error.strerror}.") from None
+        with _checked(path).open(encoding="utf-8-sig") as file:
+            totals = [_total(line, f"{path}: line {number}") for number, line in enumerate(file, 1) if line.strip()]
+    except (OSError, RuntimeError) as error:  # RuntimeError: '~' of nobody
+        reason = getattr(error, "strerror", None) or reason_of(error)
+        raise SettingsError(f"--lengths {path} cannot be read: {reason}.") from None
     except UnicodeDecodeError:
         raise SettingsError(f"--lengths {path} is not UTF-8 text.") from None
+    tokens = sorted(filter(None, totals))
     if not tokens:
         pairs = ", or ".join(f"{prompt} and {output}" for prompt, output in KEYS)
-        raise SettingsError(f"--lengths {path} has no line that is a JSON object with {pairs}.")
-    return Lengths(tuple(tokens), f"{path}: {len(tokens):,} request{'s' * (len(tokens) > 1)}")
+        raise SettingsError(
+            f"--lengths {path} has no line that is a JSON object with {pairs}: each must stand on a line of its own, "
+            "without a list around them."
+        )
+    words = f"{path}: {len(tokens):,} request{'s' * (len(tokens) > 1)}"
+    if others := len(totals) - len(tokens):
+        words += f"; {others:,} other line{'s' * (others > 1)} passed over"
+    return Lengths(tuple(tokens), words)
 
 
-def _totals(lines: Iterable[str], path: str) -> Iterable[int]:
-    for number, line in enumerate(lines, 1):
-        record = _record(line)
-        keys = next((pair for pair in KEYS if pair[0] in record and pair[1] in record), None)
-        if keys is None or record.get("sequences", 1) != 1:  # of several sequences a log line has the sum alone
-            continue
-        total = 0
-        for key in keys:
-            value = record[key]
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-                raise SettingsError(f"--lengths {path}: line {number}: {key} must be a count of tokens, got {value!r}.")
-            total += value
-        if total:
-            yield total
+def _checked(path: str) -> Path:
+    """A pipe may never end, nor a device."""
+    place = Path(path).expanduser()
+    found = place.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise SettingsError(f"--lengths {path} is not a regular file.")
+    if found.st_size > MAX_MIB * 2**20:
+        raise SettingsError(f"--lengths {path} has more than {MAX_MIB} MiB: give a part of it.")
+    return place
+
+
+def _total(line: str, place: str) -> int | None:
+    """Tokens of a request, prompt and output; None for a line that is passed over. `place`: of it, in words."""
+    record = _record(line)
+    keys = next((pair for pair in KEYS if pair[0] in record and pair[1] in record), None)
+    if keys is None or (keys == LOG_KEYS and not _is_whole(record)):
+        return None
+    total = 0
+    for key in keys:
+        value = record[key]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise SettingsError(f"--lengths {place}: {key} must be a count of tokens, got {shown(value)}.")
+        total += value
+    return total or None
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    """Whether a line of Octavo's log is of one sequence (of several it has the sum alone) that came to its end."""
+    ended = record.get("status", 200) == 200 and record.get("finish_reason", "stop") in ("stop", "length")
+    return ended and record.get("sequences", 1) == 1
 
 
 def _record(line: str) -> dict[str, Any]:

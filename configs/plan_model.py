@@ -1,13 +1,16 @@
 """Models beside the one at hand: a GPU's part of it, the same with fewer KV heads; and whether it can be one at all.
 
 Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) gives each GPU a part of the heads, of every MLP and of the
-vocabulary. Where there are more GPUs than KV heads, heads are held several times.
+vocabulary. Each GPU must have as many heads as any other, and the KV heads that its query heads read: so it can be only
+where the GPUs divide the query heads, and the KV heads too, or are a multiple of them and hold each several times.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 from configs.decoder import DecoderConfig
 from configs.errors import SettingsError, StartupError
+from configs.kv import KVFormat
 from configs.model import SizedConfig
 from configs.probed import ProbedConfig
 
@@ -26,30 +29,47 @@ def query_heads(model: SizedConfig) -> tuple[int, ...]:
     return (model.num_heads,) * model.num_layers
 
 
-def check_plausible(model: SizedConfig) -> None:
-    """Raises `StartupError` for sizes that no model has: what would be planned for them is nothing."""
+def kv_heads(model: SizedConfig) -> tuple[int, ...]:
+    """Of each layer."""
+    return tuple(layer.kv_heads for layer in model.kv_layers(KVFormat.BF16))
+
+
+def even_splits(model: SizedConfig) -> tuple[int, ...]:
+    """Numbers of GPUs among which all heads can be split, ascending."""
+    pairs = set(zip(query_heads(model), kv_heads(model), strict=True))
+    counts = range(1, 1 + min(query_heads(model)))
+    return tuple(n for n in counts if all(not heads % n and (not kv % n or not n % kv) for heads, kv in pairs))
+
+
+def check_plausible(model: SizedConfig, path: Path) -> None:
+    """Raises `StartupError` for sizes that no model has: what would be planned for them is nothing. `path`: of the
+    model's folder or file."""
+    where = f"--model: {path / 'config.json' if path.is_dir() else path}"
     if isinstance(model, DecoderConfig):
         for key, limit in MAX_WIDTH.items():
             if (value := getattr(model, key)) > limit:
-                raise StartupError(f"--model: {key} is {value}, and no model has more than {limit}.")
+                raise StartupError(f"{where}: {key} is {value}, and no model has more than {limit}.")
         heads = model.num_heads * model.head_dim
         if heads > MAX_SHARE * model.hidden_size:
             raise StartupError(
-                f"--model: {model.num_heads} attention heads of {model.head_dim} numbers are {heads} beside a "
+                f"{where}: {model.num_heads} attention heads of {model.head_dim} numbers are {heads} beside a "
                 f"hidden_size of {model.hidden_size}: no model has more than {MAX_SHARE} times as many."
             )
     if model.num_parameters > MAX_PARAMETERS:
         raise StartupError(
-            f"--model: its sizes come to {model.num_parameters} parameters, and no model has more than "
+            f"{where}: its sizes come to {model.num_parameters} parameters, and no model has more than "
             f"{MAX_PARAMETERS}."
         )
 
 
 def rank_of(model: SizedConfig, ranks: int) -> SizedConfig:
-    """What the fullest of `ranks` GPUs holds. Raises `SettingsError` for more GPUs than query heads."""
-    heads = max(query_heads(model))
-    if ranks > heads:
-        raise SettingsError(f"--tp {ranks} is more than the model's {heads} query heads, of which each GPU needs one.")
+    """What each of `ranks` GPUs holds. Raises `SettingsError` for a number that does not split the heads evenly."""
+    if ranks not in (possible := even_splits(model)):
+        words = ", ".join(map(str, possible)).rpartition(", ")
+        raise SettingsError(
+            f"--tp {ranks} does not split the model's {max(query_heads(model))} query and {max(kv_heads(model))} KV "
+            f"heads evenly: {' or '.join(filter(None, words[::2]))} would."
+        )
     if ranks == 1:
         return model
     if isinstance(model, ProbedConfig):

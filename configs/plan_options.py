@@ -1,29 +1,32 @@
 """Ways to hold a load of requests, each with its number: reservation in one piece beside pages; then, from the cheapest
-to the dearest, fewer KV heads (another model) and quantisation."""
+to the dearest, more of the memory that is there, fewer KV heads (another model) and quantisation."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from configs.errors import SettingsError
-from configs.kv_flags import kv_layers
 from configs.model import DType, SizedConfig
-from configs.plan_costs import memory_for, pool_for, reserved_bytes
+from configs.plan_costs import memory_for, pages_for, pool_for, reserved_bytes
 from configs.plan_lengths import Lengths
-from configs.plan_model import query_heads, rank_of, with_kv_heads
-from configs.pool import Costs, Memory, PoolPlan, size_pools
-from configs.settings import Settings
+from configs.plan_model import even_splits, kv_heads, query_heads, rank_of, with_kv_heads
+from configs.pool import GPU_SHARE, Costs, Memory, PoolPlan, size_pools
+from configs.settings import Settings, flag
 
 AUTO_DTYPE: DType = "bfloat16"
 """--dtype auto, where no device is asked."""
 USUAL_KV_HEADS = 8
 """Of models with grouped-query attention."""
-QUANTISED: tuple[Literal["int8", "int4"], ...] = ("int8", "int4")
-"""--kv-cache-dtype from dear to cheap; fp8 takes as much as int8."""
+QUANTISED = (("int8", "auto"), ("int8", "int4"), ("int4", "auto"))
+"""--kv-cache-dtype and --kv-cache-dtype-v from dear to cheap; fp8 takes as much as int8."""
+MAX_PERCENT = 95
+"""The highest --gpu-memory-utilization that is advised, in hundredths: what a step takes is an estimate."""
 MAX_RANKS = 64
+MIB = 2**20
 
-Kind = Literal["reservation", "paging", "heads", "format"]
+Kind = Literal["reservation", "paging", "memory", "heads", "format"]
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,10 @@ class Question:
         return None if count is None else count >= load.count
 
     def ranks_needed(self, is_enough: Callable[["Question"], bool]) -> int | None:
-        """GPUs of this size, a power of two, among which to split the model. None where it need not or cannot be."""
+        """GPUs of this size among which to split the model. None where it need not or cannot be."""
         if self.memory is None or not self.memory.is_gpu or is_enough(self):
             return None
-        most = min(MAX_RANKS, max(query_heads(self.model)))
-        counts = (2**power for power in range(1, 1 + most.bit_length()) if self.ranks < 2**power <= most)
+        counts = (count for count in even_splits(self.model) if self.ranks < count <= MAX_RANKS)
         return next((count for count in counts if is_enough(replace(self, ranks=count))), None)
 
 
@@ -119,25 +121,66 @@ def options(question: Question, lengths: Lengths, load: Load) -> Iterator[Option
     yield _reserved(question, load)
     paged = _option(question, lengths, load, "paging", "in pages, as it is")
     yield paged
-    now = max(layer.kv_heads for layer in kv_layers(question.settings, question.model, question.dtype))
+    if not paged.fits and paged.pool_bytes is not None and (more := _more_memory(question, load, paged.pool_bytes)):
+        yield _option(more[0], lengths, load, "memory", more[1])
+    now = max(kv_heads(question.model))
     for count in _fewer_heads(question, load, now):
         other = replace(question, model=with_kv_heads(question.model, count))
         yield _option(other, lengths, load, "heads", f"another model: {count} of {now} KV heads")
-    for name in QUANTISED:
-        changed = {"kv_cache_dtype": name, "kv_cache_dtype_v": "auto", "kv_cache_scales": None}
-        other = replace(question, settings=question.settings.model_copy(update=changed))
+    for k_format, v_format in QUANTISED:
+        other, words = _quantised(question, k_format, v_format)
         try:
-            option = _option(other, lengths, load, "format", f"--kv-cache-dtype {name}")
+            option = _option(other, lengths, load, "format", words)
         except SettingsError:  # heads that cannot be cut into groups for four bits
             continue
         if option.bytes_per_token < paged.bytes_per_token:
             yield option
 
 
+def _more_memory(question: Question, load: Load, size: int) -> tuple[Question, str] | None:
+    """With pools of `size` bytes or little more, by the flag that decides, and its words; None where the memory is not
+    there."""
+    for name, word, value in _levers(question, size):
+        other = replace(question, settings=question.settings.model_copy(update={name: value}))
+        if other.holds(load):
+            return other, f"{flag(name)} {word}"
+    return None
+
+
+def _levers(question: Question, size: int) -> Iterator[tuple[str, str, int | float]]:
+    """(setting, value as it is written, value) in the order in which they stand above each other, see
+    `resolve_num_blocks`."""
+    settings = question.settings
+    share = settings.gpu_memory_utilization
+    if share is None and question.memory is not None and question.memory.is_gpu:
+        share = GPU_SHARE
+    if settings.num_gpu_blocks_override is not None:
+        pages = pages_for(settings, question.costs, size)
+        yield "num_gpu_blocks_override", str(pages), pages
+    elif settings.kv_cache_memory_bytes is not None or share is None:
+        count = math.ceil(size / MIB)
+        yield "kv_cache_memory_bytes", f"{count}MiB", count * MIB
+    else:
+        for percent in range(int(100 * share) + 1, MAX_PERCENT + 1):
+            yield "gpu_memory_utilization", f"{percent / 100:g}", percent / 100
+
+
+def _quantised(question: Question, k_format: str, v_format: str) -> tuple[Question, str]:
+    """With K and V in these formats, and the flags to change for that."""
+    given = question.settings
+    changed: dict[str, Any] = {"kv_cache_dtype": k_format, "kv_cache_dtype_v": v_format}
+    words = [f"{flag(name)} {value}" for name, value in changed.items() if getattr(given, name) != value]
+    if given.kv_cache_scales is not None:  # they are for other formats
+        words.append("without --kv-cache-scales")
+    other = given.model_copy(update={**changed, "kv_cache_scales": None})
+    return replace(question, settings=other), " ".join(words)
+
+
 def _fewer_heads(question: Question, load: Load, now: int) -> list[int]:
     """What is usual, the most that hold the load, and one for each GPU, as far as a GPU then keeps fewer than now."""
     heads, ranks = max(query_heads(question.model)), question.ranks
     fewer = [count for count in range(now - 1, 0, -1) if heads % count == 0 and -(-count // ranks) < -(-now // ranks)]
+    fewer = [count for count in fewer if ranks in even_splits(with_kv_heads(question.model, count))]
     holding = (n for n in fewer if replace(question, model=with_kv_heads(question.model, n)).holds(load))
     one_each = (n for n in fewer if n <= ranks)
     chosen = {USUAL_KV_HEADS, next(holding, None), next(one_each, None)}

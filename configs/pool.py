@@ -81,7 +81,7 @@ class Costs:
     window: int
     """Tokens of context that the model and --max-model-len allow."""
     weight_bytes: int
-    """Weights and tables of positions."""
+    """Weights, tables of positions, and what keys are fitted by."""
     step: StepBytes
     """Set aside on a GPU. On a CPU it comes out of what the pools leave."""
     refresh_bytes: int
@@ -92,10 +92,11 @@ class Costs:
         """dtype: what the model computes in (--dtype, resolved). Raises `StartupError` for a setting that the model
         cannot have."""
         window = model.effective_window(settings.max_model_len)
-        layout = KVLayout.of(kv_layers(settings, model, dtype), settings.block_size, window)
+        layers = kv_layers(settings, model, dtype)
+        layout = KVLayout.of(layers, settings.block_size, window)
         sizes = {"vocab_size": model.vocab_size, "num_parameters": model.num_parameters}
         step = step_bytes(settings, layout, window=window, **sizes)
-        weights = model.weight_bytes(dtype) + model.table_bytes(window)
+        weights = model.weight_bytes(dtype) + model.table_bytes(window) + sum(layer.fit_bytes for layer in layers)
         refresh = 0
         if settings.kv_refresh_interval is not None:
             refresh = scratch_bytes(layout, PLAIN[dtype], window)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.errors import RequestFailed as RequestFailed
     from engine.errors import StartupError as StartupError
     from engine.errors import ending as ending
+    from engine.kv_scales import scales_of as scales_of
     from engine.llm import LLM as LLM
     from engine.logs import configure_logging as configure_logging
     from engine.logs import is_json as is_json
@@ -58,6 +59,7 @@ _EXPORTS = {
     "find_config": "engine.source",
     "resolve": "engine.source",
     "sizes_of": "engine.source",
+    "scales_of": "engine.kv_scales",
     "Tokenizer": "engine.text.tokenizer",
     "Observer": "engine.ports",
     "Diagnosis": "engine.diagnosis",

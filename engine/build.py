@@ -10,19 +10,19 @@ from configs.limits import SchedulerLimits
 from configs.model import SizedConfig
 from configs.pool import Costs, Memory, PoolPlan, size_pools
 from configs.settings import Settings
-from engine.cache_trial import prepare_cache
+from engine.cache_setup import prepare_cache
 from engine.core.kv.manager import KVManager
 from engine.core.loop import EngineCore
 from engine.core.scheduler import Scheduler
 from engine.device import Device
+from engine.kv_scales import scales_of
 from engine.messages import CacheInfo, EngineLoading, EngineReady, Launch
 from engine.model.layers.linear import Linear
 from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
 from engine.runner import company
 from engine.runner.executor import SingleExecutor
-from engine.runner.kv_scales import KVScales
-from engine.runner.kv_store import Shapings
+from engine.runner.kv_store import Shapings, static_shapings
 from engine.runner.model_runner import ModelRunner
 from kernels.cpu.exactness import ON_A_GPU, inexact
 from kernels.cpu.exactness import report as report_exactness
@@ -49,6 +49,8 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
         kv_refresh_interval=settings.kv_refresh_interval,
     )
     static = _static_scales(settings, config, device)
+    # The pools may hold less, but what a model computes must not depend on how much memory happened to be free.
+    window = config.effective_window(settings.max_model_len)
 
     report(EngineLoading("loading weights"))
     with device.enough_memory("the weights"):
@@ -56,16 +58,15 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
             path,
             config,
             device.dtype,
-            plan.max_model_len,
+            window,
             lambda fraction: report(EngineLoading("loading weights", fraction)),
             device.place,
         )
     device.trim()
     report(EngineLoading("warming up", 1.0))
     with device.enough_memory("a step"):
-        shapings, fidelity = prepare_cache(
-            settings, config, model, device, launch.sample_token_ids, plan.max_model_len, static
-        )
+        texts = launch.tried_token_ids, launch.fit_token_ids
+        shapings, fidelity = prepare_cache(settings, config, model, device, texts, window, static)
     plain = None if limits.kv_refresh_interval is None else PLAIN[device.dtype_name]
     runner = ModelRunner(model, config, layout, plan.num_pages, limits, device.place, plain, shapings)
     executor = SingleExecutor(runner, launch.eos_token_ids)
@@ -80,18 +81,16 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     if fidelity:
         summary["KV fidelity"] = fidelity
     if runner.refresh is not None:
-        summary["refresh"] = _refresh(settings, runner.refresh.pool.nbytes)
+        summary["refresh"] = refresh_in_words(settings, runner.refresh.pool.nbytes)
     summary["answers"] = _exactness(runner, device)
     return core, EngineReady(cache, summary, config.vocab_size)
 
 
 def _static_scales(settings: Settings, config: SizedConfig, device: Device) -> list[Shapings] | None:
     """None without a file of scales."""
-    if settings.kv_cache_scales is None:
-        return None
-    path = Path(settings.kv_cache_scales)
+    scales = scales_of(settings, config, device.dtype_name)
     layers = kv_layers(settings, config, device.dtype_name)
-    return KVScales.load(path).shapings(path, config.architecture, layers, device.place)
+    return None if scales is None else static_shapings(scales, layers, device.place)
 
 
 def _cache_info(settings: Settings, layout: KVLayout, plan: PoolPlan, device: Device) -> CacheInfo:
@@ -130,7 +129,7 @@ def _summary(
     }
 
 
-def _refresh(settings: Settings, scratch_bytes: int) -> str:
+def refresh_in_words(settings: Settings, scratch_bytes: int) -> str:
     interval, size = settings.kv_refresh_interval, scratch_bytes / 2**30
     return f"every {interval} generated tokens, {size:.2f} GiB for one sequence in full precision"
 

@@ -16,18 +16,19 @@ from typing import Literal
 import torch
 
 from configs.kv import KVFormat, LayerKV
-from configs.kv_flags import PLAIN, kv_formats
+from configs.kv_flags import PLAIN, format_name, kv_formats, kv_layers
 from configs.settings import Settings
 from engine.device import Device
 from engine.errors import StartupError
+from engine.kv_scales import KVScales
 from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.model.registry import load_model, read_config
 from engine.runner.key_fit import places
-from engine.runner.kv_scales import KVScales
 from engine.runner.solo import Solo
 from engine.source import resolve
 from engine.text.sample import SAMPLE
 from engine.text.tokenizer import Tokenizer
+from kernels.reference.kv_formats import LARGEST
 
 Granularity = Literal["channel", "tensor"]
 PIECE = 512
@@ -37,8 +38,6 @@ MIN_TOKENS, MAX_TOKENS = 256, 64 * PIECE
 HEADROOM: dict[Granularity, float] = {"channel": 1.25, "tensor": 1.0}
 """How much larger than in the text a number may become before it is cut off. Measured over another text: with 1.25 the
 divergence of int8 is 2/3 of that with 1; the largest number of a whole layer is hardly ever exceeded."""
-LARGEST = {KVFormat.FP8_E4M3: 448.0, KVFormat.INT8: 127.0}
-"""The largest code of each format that can have such scales."""
 FLOOR = 2.0**-10
 """Of the largest number of its head: a dim that was never larger in the text counts as this large."""
 TINY = 1e-6
@@ -47,7 +46,8 @@ TINY = 1e-6
 def calibrate(
     settings: Settings, text: Path | None, granularity: Granularity, report: Callable[[str, float], None]
 ) -> KVScales:
-    """Loads --model and reads the file `text` with it (None: `SAMPLE`). Formats: as --kv-cache-dtype says, else int8.
+    """Loads --model and reads the file `text` with it (None: `SAMPLE`). Formats: as --kv-cache-dtype says, else int8;
+    a half whose format has no such scales gets those of the other half's format.
 
     report: gets a phase in words and the fraction of it that is done. Raises `StartupError`.
     """
@@ -57,11 +57,9 @@ def calibrate(
     source = resolve(settings, progress=report)
     tokenizer = Tokenizer.load(source)
     device = Device.find(settings)
-    formats = kv_formats(settings, device.dtype_name)
-    for format in formats:
-        if format not in LARGEST:
-            raise StartupError(f"octavo calibrate finds scales for fp8 and int8; {format.value} has none to find.")
+    formats = _formats(settings, device)
     config = read_config(source.path, settings.trust_remote_code)
+    kv_layers(settings, config, device.dtype_name)  # what octavo serve would refuse is of no use
     window = config.effective_window(settings.max_model_len)
     pieces = split(tokenizer, words, window)
     device.prepare()
@@ -80,9 +78,21 @@ def calibrate(
         with device.enough_memory("a step"):
             solo.hidden(piece, place)
     report("reading the text", 1.0)
-    return KVScales(
-        config.architecture, formats, granularity, sum(map(len, pieces)), largest.scales(formats, granularity)
-    )
+    scales = tuple((k.numpy(), v.numpy()) for k, v in largest.scales(formats, granularity))
+    return KVScales(config.architecture, formats, granularity, sum(map(len, pieces)), scales)
+
+
+def _formats(settings: Settings, device: Device) -> tuple[KVFormat, KVFormat]:
+    """For which scales of (K, V) are found."""
+    formats = kv_formats(settings, device.dtype_name)
+    able = [format for format in formats if format.may_be_static]
+    if not able:
+        raise StartupError(
+            "octavo calibrate finds scales for fp8 and int8, and the KV cache is to be "
+            f"{format_name(settings, device.dtype_name)}: use --kv-cache-dtype int8 or fp8."
+        )
+    k_format, v_format = (format if format.may_be_static else able[0] for format in formats)
+    return k_format, v_format
 
 
 def read_text(path: Path) -> str:

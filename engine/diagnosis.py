@@ -15,12 +15,14 @@ from pathlib import Path
 import psutil
 import torch
 
-from configs.kv_flags import describe
+from configs.kv_flags import PLAIN, describe
+from configs.refresh import scratch_bytes
 from configs.settings import Settings
 from configs.version import VERSION
-from engine.build import attention_in_words, plan_pool
+from engine.build import attention_in_words, plan_pool, refresh_in_words
 from engine.device import CGROUP, Device, NoGPU, available_memory, look_for_gpu, usable_cores
 from engine.errors import StartupError
+from engine.kv_scales import KVScales, scales_of
 from engine.model.registry import read_config
 from engine.served_model import ServedModel
 from engine.source import find
@@ -180,11 +182,18 @@ def model(settings: Settings, device: Device) -> dict[str, str]:
     """The KV cache that would be chosen now. Raises `StartupError` for a model that is here and cannot be served."""
     source = find(settings)
     if source is None:
+        if settings.kv_cache_scales is not None:
+            KVScales.load(Path(settings.kv_cache_scales))
         name = "the default model" if settings.model is None else settings.model
         return {"model": f"{name} is not on this machine yet; octavo serve fetches it"}
     config = read_config(source.path, settings.trust_remote_code)
     ServedModel.load(source, settings)
     layout, plan = plan_pool(settings, config, device)
+    scales_of(settings, config, device.dtype_name)
+    refresh = {}
+    if settings.kv_refresh_interval is not None:
+        size = scratch_bytes(layout, PLAIN[device.dtype_name], plan.max_model_len)
+        refresh = {"refresh": refresh_in_words(settings, size)}
     weights = config.weight_bytes(device.dtype_name)
     return {
         "model": f"{source.name} ({config.title})",
@@ -193,6 +202,7 @@ def model(settings: Settings, device: Device) -> dict[str, str]:
         "KV cache": f"{plan.num_blocks} pages of {settings.block_size} tokens = {plan.num_tokens} tokens, "
         f"{_gib(plan.pool_bytes)}",
         "KV format": describe(settings, layout, device.dtype_name),
+        **refresh,
         "attention": attention_in_words(layout, device),
         "decided by": plan.decided_by,
         "longest sequence": f"{plan.max_model_len} tokens",

@@ -78,8 +78,10 @@ class Launch(msgspec.Struct):
     """`Settings`, as JSON values."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a sequence, as the tokenizer's files and the generation configuration name them."""
-    sample_token_ids: list[int] = []
-    """A text in the model's own tokens, to fit keys to and to try the KV cache's format with; none: neither is done."""
+    tried_token_ids: list[int] = []
+    """A text in the model's own tokens, to try the KV cache's format with; none: it is not tried."""
+    fit_token_ids: list[int] = []
+    """What follows in it, to fit keys to; none: they are not fitted."""
 
 
 ToEngine = AddRequest | AbortRequests | Shutdown | KVReportQuery | ResetPrefixCache

@@ -83,6 +83,7 @@ class EngineServer:
             return 2
         gc.collect()
         gc.freeze()  # the model's and the pool's objects live for ever: no collection needs to walk them
+        self._send(StepOutputs([], self._stats(core)))  # gauges are right from the moment it is ready
         self._send(ready)
         try:
             self._serve(core)

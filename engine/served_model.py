@@ -50,7 +50,8 @@ class ServedModel:
         """What the engine is told. It never learns keys and passwords."""
         values = settings.model_dump(mode="json", exclude=set(SECRET_FIELDS))
         sample = self.tokenizer.encode(SAMPLE, add_special_tokens=True)[: TRIED_TOKENS + FIT_TOKENS]
-        return Launch(str(source.path), source.name, values, self.tokenizer.eos_token_ids, sample)
+        texts = sample[:TRIED_TOKENS], sample[TRIED_TOKENS:]
+        return Launch(str(source.path), source.name, values, self.tokenizer.eos_token_ids, *texts)
 
 
 def _template(value: str | None) -> str | None:

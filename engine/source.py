@@ -303,6 +303,8 @@ def _check_gguf(path: Path, with_weights: bool) -> None:
         magic = opened.read(len(MAGIC))
     if magic != MAGIC and path.name.endswith(WEIGHTS):
         raise StartupError(f"--model: {path} is a file of weights; name the folder that holds it and config.json.")
+    if magic != MAGIC and path.name == "config.json":
+        raise StartupError(f"--model: {path} is a file of a model's folder; name the folder, --model {path.parent}.")
     if magic != MAGIC:
         raise StartupError(f"--model: {path} is a file, but not GGUF (it does not begin with 'GGUF'); {EXPECTED}.")
     file = GGUFFile.read(path)

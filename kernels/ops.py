@@ -65,7 +65,7 @@ class LayerPages:
         may_be_shaped = half == "K" and kind.num_scales(format) > 0
         given = shaping.channels, shaping.centre, shaping.feedback
         assert (kind.static and format.may_be_static) == (shaping.channels is not None) or may_be_shaped, (kind, half)
-        assert shaping.centre is shaping.feedback is None or may_be_shaped, (kind, half)
+        assert (shaping.centre is None and shaping.feedback is None) or may_be_shaped, (kind, half)
         per_dim = kind.kv_heads, kind.head_dim
         for x, shape in zip(given, (per_dim, per_dim, (*per_dim, kind.head_dim)), strict=True):
             if x is not None:

@@ -1,6 +1,8 @@
 """`octavo calibrate`: finds scales for a model's keys and values and writes them to a file."""
 
 import argparse
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import NoReturn
 
 from configs.errors import SettingsError
 from configs.load import load
-from configs.settings import Settings
+from configs.settings import SECRET_FIELDS, Settings, flag
 from server.banner import Progress
 
 DESCRIPTION = """\
@@ -17,7 +19,8 @@ usage: octavo calibrate [MODEL] --out FILE [--text FILE]
 
 Reads a text with MODEL, notes how large its keys and values become, and writes
 scales to FILE (safetensors), for octavo serve --kv-cache-scales FILE. They are
-for --kv-cache-dtype int8, or fp8 if that is given.
+for --kv-cache-dtype int8, or fp8 if that is given; with --kv-cache-dtype-v int4
+the file serves keys alone.
 
   --out FILE       Where to write. Needed.
   --text FILE      A text like those that will be served, in UTF-8. Without it:
@@ -42,12 +45,27 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--text")
     parser.add_argument("--granularity", choices=("channel", "tensor"), default="channel")
     own, rest = parser.parse_known_args(list(arguments))
-    if own.out is None:
+    if not own.out:
         raise SettingsError("--out FILE is needed, to say where the scales go; see octavo calibrate --help.")
-    out = Path(own.out)
-    if not out.parent.is_dir():
-        raise SettingsError(f"--out {out} cannot be written: there is no folder {out.parent}.")
-    return _calibrate(load(rest).settings, out, None if own.text is None else Path(own.text), own.granularity)
+    settings, out = load(rest).settings, Path(own.out)
+    _check_writable(out)
+    return _calibrate(settings, out, None if own.text is None else Path(own.text), own.granularity)
+
+
+def _check_writable(out: Path) -> None:
+    """Before minutes are spent on a model. Leaves what is there as it is. Raises `SettingsError`."""
+    file = Path(os.path.realpath(out))
+    try:
+        if not file.parent.is_dir():
+            raise SettingsError(f"--out {out} cannot be written: there is no folder {out.parent}.")
+        was_there = file.exists()
+        if was_there and not file.is_file():
+            raise SettingsError(f"--out {out} cannot be written: it is there, and no regular file.")
+        file.open("ab").close()
+        if not was_there:
+            file.unlink()
+    except OSError as error:
+        raise SettingsError(f"--out {out} cannot be written: {error.strerror}.") from None
 
 
 def _calibrate(settings: Settings, out: Path, text: Path | None, granularity: str) -> int:
@@ -60,9 +78,24 @@ def _calibrate(settings: Settings, out: Path, text: Path | None, granularity: st
     finally:
         progress.close()
     scales.save(out)
-    k_format, v_format = (format.value for format in scales.formats)
-    flags = f"--kv-cache-dtype {k_format}" + (f" --kv-cache-dtype-v {v_format}" if v_format != k_format else "")
-    model = "" if settings.model is None else f" {settings.model}"
     print(f"{out}: scales of {len(scales.layers)} layers, from {scales.num_tokens} tokens. To serve with them:\n")
-    print(f"  octavo serve{model} {flags} --kv-cache-scales {out}")
+    changes = {"kv_cache_scales": str(out)}
+    if settings.kv_cache_dtype == "auto":
+        changes["kv_cache_dtype"] = scales.formats[0].value
+    print(f"  {_command(settings.model_copy(update=changes))}")
     return 0
+
+
+def _command(settings: Settings) -> str:
+    """octavo serve with these settings, for a shell. Secrets are left out."""
+    words = ["octavo", "serve"] + ([] if settings.model is None else [settings.model])
+    for name, info in Settings.model_fields.items():
+        value = getattr(settings, name)
+        if name == "model" or name in SECRET_FIELDS or value == info.default:
+            continue
+        if isinstance(value, bool):
+            words.append(flag(name) if value else flag(name).replace("--", "--no-", 1))
+        else:
+            for item in value if isinstance(value, tuple) else (value,):
+                words += [flag(name), str(item)]
+    return shlex.join(words)

@@ -2,8 +2,10 @@
 
 import contextlib
 import difflib
+import io
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from server import preflight
 
@@ -38,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command = arguments[0]
     if command in ("--help", "-h", "help"):
-        print(USAGE, end="")
-        return 0
+        return _guarded(_help, arguments[1:])
     if command == "serve":
         return _guarded(_serve, arguments[1:])
     if command == "plan":
@@ -64,15 +65,41 @@ def _unknown(command: str) -> str:
     return f"unknown command {command!r}, there are {', '.join(map(repr, COMMANDS[:-1]))} and {COMMANDS[-1]!r}{hint}"
 
 
+@contextlib.contextmanager
+def _printing() -> Iterator[None]:
+    """What is printed inside reaches stdout at the end, in one piece. That nobody reads on (`| head`) is no fault; a
+    full disk is. Raises `StartupError`."""
+    from configs.errors import StartupError
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            yield
+    finally:
+        try:
+            print(said.getvalue(), end="", flush=True)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # else the interpreter would try again when it ends, and complain
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise StartupError(f"stdout cannot be written: {error.strerror}.") from None
+
+
+@_printing()
+def _help(arguments: list[str]) -> int:
+    print(USAGE, end="")
+    return 0
+
+
 def _serve(arguments: list[str]) -> int:
     """`octavo serve`. The server is imported last: --help and a mistyped flag are answered at once."""
     from configs.load import load
 
-    loaded = load(arguments)
-    if loaded.print_config:
-        with contextlib.suppress(BrokenPipeError):  # | head
-            print(loaded.describe(), flush=True)
-        return 0
+    with _printing():
+        loaded = load(arguments)
+        if loaded.print_config:
+            print(loaded.describe())
+            return 0
     refusal = preflight.foreign_kernels()
     if refusal is not None:
         return _refuse(refusal)
@@ -81,6 +108,7 @@ def _serve(arguments: list[str]) -> int:
     return serve(loaded.settings)
 
 
+@_printing()
 def _plan(arguments: list[str]) -> int:
     """`octavo plan`. Nothing is loaded or served, so a foreign `kernels` does no harm."""
     from server.plan import run
@@ -88,6 +116,7 @@ def _plan(arguments: list[str]) -> int:
     return run(arguments)
 
 
+@_printing()
 def _doctor(arguments: list[str]) -> int:
     refusal = preflight.foreign_kernels()
     if refusal is not None:
@@ -97,6 +126,7 @@ def _doctor(arguments: list[str]) -> int:
     return run(arguments)
 
 
+@_printing()
 def _calibrate(arguments: list[str]) -> int:
     refusal = preflight.foreign_kernels()
     if refusal is not None:

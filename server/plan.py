@@ -5,6 +5,8 @@ The figures are `configs.plan`'s; here are flags and words.
 
 import argparse
 import json
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -13,6 +15,7 @@ from configs.errors import SettingsError
 from configs.load import load
 from configs.plan import LayerKind, Plan, make_plan
 from configs.plan_lengths import assumed_lengths, read_lengths
+from configs.plan_model import check_plausible
 from configs.plan_options import Option, Question
 from configs.pool import Memory, PoolPlan
 from configs.setting_types import parse_size
@@ -21,6 +24,9 @@ from server.doctor import table, wrapped
 
 MIB = 2**20
 OWN_FLAGS = ("--gpu", "--memory", "--tp", "--context", "--lengths", "--json")
+TRIED = "octavo serve tries a quantised cache at start, and refuses one that gives nonsense with the model"
+WAY_WIDTH = 35
+"""Columns for the words of a way to hold the load."""
 USAGE = """\
 usage: octavo plan MODEL [--gpu SIZE | --memory SIZE] [--tp N] [--context N]
                    [--lengths FILE] [--json] [flags of octavo serve]
@@ -59,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     if any(argument in ("--help", "-h") for argument in arguments):
         print(USAGE, end="")
         return 0
-    own, rest = _parser().parse_known_args(list(arguments))
+    own, rest = _parser().parse_known_args(_joined(arguments))
     settings = load(rest, others=OWN_FLAGS).settings
     memory, ranks = _memory(own), _count("--tp", own.tp) or 1
     if ranks > 1 and own.memory is not None:
@@ -70,7 +76,13 @@ def run(arguments: Sequence[str]) -> int:
 
     source = find_config(settings)
     model = sizes_of(source, settings.trust_remote_code)
-    plan = make_plan(Question(settings, model, memory, ranks), lengths, context)
+    check_plausible(model, source.path)
+    question = Question(settings, model, memory, ranks)
+    plan = make_plan(question, lengths, context)
+    if settings.kv_cache_scales is not None:
+        from engine import scales_of
+
+        scales_of(settings, model, question.dtype)
     name = {"name": source.name, "origin": source.origin}
     print(json.dumps(as_json(plan, name), indent=2, ensure_ascii=False) if own.json else as_text(plan, name))
     return 1 if plan.is_served is False else 0
@@ -91,6 +103,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """'--gpu', '-1GiB' → '--gpu=-1GiB': argparse would take the value for a flag."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] in OWN_FLAGS[:-1] and re.match(r"-\d", argument):
+            argument = f"{joined.pop()}={argument}"
+        joined.append(argument)
+    return joined
+
+
 def _memory(own: argparse.Namespace) -> Memory | None:
     if own.gpu is not None and own.memory is not None:
         raise SettingsError(f"--gpu {own.gpu} and --memory {own.memory}: give one, for a GPU or for a CPU.")
@@ -99,7 +121,8 @@ def _memory(own: argparse.Namespace) -> Memory | None:
     if size is None:
         return None
     if size < MIB:
-        raise SettingsError(f"{name} {text} is {size} bytes, and no model fits into less than 1MiB: write {text}GiB?")
+        hint = f": write {size}GiB?" if size and str(size) == text else "."
+        raise SettingsError(f"{name} {text} is {size} bytes, and no model fits into less than 1MiB{hint}")
     return Memory(size, is_gpu=name == "--gpu")
 
 
@@ -159,7 +182,9 @@ def _cache(plan: Plan) -> dict[str, str]:
         f"{_human(plan.context_page_bytes)}"
     )
     if plan.replication > 1:
-        rows["replication"] = f"each KV head is kept {plan.replication:g} times, since there are more GPUs than heads"
+        rows["replication"] = f"KV heads are kept {plan.replication:.3g} times, since there are fewer of them than GPUs"
+    if any(form.is_quantised for kind in plan.kinds for form in kind.layer.formats):
+        rows["check"] = TRIED
     return rows
 
 
@@ -226,13 +251,16 @@ def _ways(plan: Plan) -> str:
     """The options beside each other."""
     lengths = plan.lengths
     head = ("requests at once", "B/token", f"p50 {lengths.p50:,}", f"p95 {lengths.p95:,}", "load needs")
-    rows = [head, *(_way(option) for option in plan.options)]
+    rows: list[tuple[str, ...]] = [head]
+    for option in plan.options:
+        words, *numbers = _way(option)
+        first, *more = textwrap.wrap(words, WAY_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        rows += [("  " + first, *numbers), *(("  " + line, *[""] * len(numbers)) for line in more)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = []
-    for first, *others in rows:
-        indent = "" if first == head[0] else "  "
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([(indent + first).ljust(widths[0] + 2), *cells]))
+    for first, *numbers in rows:
+        cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
     return "\n".join(lines)
 
 
@@ -246,7 +274,8 @@ def verdict(plan: Plan) -> list[str]:
     """Whether the load fits, and the cheapest change with which it does: sentences."""
     load, memory, paged = plan.load, plan.question.memory, plan.in_pages
     origin = "--context" if plan.is_context_given else "p95"
-    asked = f"The load is {load.count} requests of {load.tokens:,} tokens at once (--max-num-seqs, {origin})"
+    requests = f"{_counted(load.count, 'request')} of {_counted(load.tokens, 'token')}"
+    asked = f"The load is {requests} at once (--max-num-seqs, {origin})"
     need = "No memory holds it."
     if paged.memory_bytes is not None and paged.pool_bytes is not None:
         kind = "main memory" if memory is not None and not memory.is_gpu else "a GPU's memory"
@@ -257,15 +286,25 @@ def verdict(plan: Plan) -> list[str]:
     if paged.fits:
         reserved = plan.options[0].at_load
         return [f"{asked}: it fits, and {paged.at_load:,} would; reserved in one piece, {reserved:,} would."]
-    fit = "nothing fits" if plan.refusal else "1 fits" if paged.at_load == 1 else f"{paged.at_load:,} fit"
-    said = [f"{asked}: {fit}.", need]
-    if plan.pool is not None and paged.pool_bytes and (paged.memory_bytes or 0) <= memory.available_bytes:
-        return [*said, f"The memory is there: --kv-cache-memory-bytes {paged.pool_bytes} gives it to the KV cache."]
-    if best := plan.cheapest:
-        change = f"{best.words} ({best.bytes_per_token:,} bytes a token)"
-        return [*said, f"The cheapest change with which it fits: {change}."]
-    split = f"; --tp {plan.ranks_for_load} does" if plan.ranks_for_load else ""
-    return [*said, f"None of the changes above makes it fit{split}."]
+    fit = "1 fits" if paged.at_load == 1 else f"{paged.at_load:,} fit" if paged.at_load else "none fits"
+    return [f"{asked}: {fit}.", need, *_advice(plan)]
+
+
+def _advice(plan: Plan) -> list[str]:
+    """The cheapest change with which the load fits: sentences."""
+    best = plan.cheapest
+    if best is None:
+        split = f"; --tp {plan.ranks_for_load} does" if plan.ranks_for_load else ""
+        return [f"None of the changes above makes it fit alone{split}."]
+    if best.kind == "memory":
+        return [f"The memory is there: {best.words} gives it to the KV cache."]
+    change = f"The cheapest change with which it fits: {best.words} ({best.bytes_per_token:,} bytes a token)."
+    return [change, f"It may be refused: {TRIED}."] if best.kind == "format" else [change]
+
+
+def _counted(count: int, name: str) -> str:
+    """'1 token', '2,048 tokens'"""
+    return f"{count:,} {name}{'s' * (count != 1)}"
 
 
 # ------------------------------------------------------------------ for programs

@@ -16,9 +16,11 @@ from configs.limits import SchedulerLimits
 from configs.model import DType, SizedConfig
 from configs.settings import Settings
 from engine import device
+from engine.cache_setup import prefer_static
 from engine.core.kv.manager import KVManager
 from engine.core.loop import EngineCore
 from engine.core.scheduler import Scheduler
+from engine.kv_scales import KVScales
 from engine.messages import AddRequest, CacheInfo, TokenLogprobs
 from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend, ForwardBatch
@@ -26,8 +28,7 @@ from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
 from engine.runner.executor import SingleExecutor
 from engine.runner.key_fit import KeyFit
-from engine.runner.kv_scales import KVScales
-from engine.runner.kv_store import Shapings
+from engine.runner.kv_store import Shapings, static_shapings
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from kernels.threads import num_threads, set_threads
@@ -59,12 +60,14 @@ class Loaded:
     @cached_property
     def shapings(self) -> list[Shapings]:
         """Keys fitted to random tokens; of the file of scales, if there is one, what is static."""
-        path = self.kv.get("kv_cache_scales")
-        if path is not None:
-            return KVScales.load(path).shapings(path, self.config.architecture, self.kv_layers, self.device)
         plain = self.config.kv_layers(PLAIN[DTYPES[self.dtype]])
         token_ids = torch.randint(self.config.vocab_size, (128,), generator=torch.Generator().manual_seed(0)).tolist()
-        return KeyFit.of(self.model, plain, token_ids, self.window, self.device).shapings(self.kv_layers)
+        fitted = KeyFit.of(self.model, plain, token_ids, self.window, self.device).shapings(self.kv_layers)
+        path = self.kv.get("kv_cache_scales")
+        if path is None:
+            return fitted
+        static = static_shapings(KVScales.load(Path(path)), self.kv_layers, self.device)
+        return [prefer_static(*both) for both in zip(static, fitted, strict=True)]
 
     @classmethod
     def load(cls, path: Path, dtype: torch.dtype, window: int, device: torch.device = CPU) -> "Loaded":

@@ -13,9 +13,9 @@ import pytest
 from configs.kv import KVFormat, KVLayout, LayerKV
 from configs.plan import Plan, layer_kinds, make_plan
 from configs.plan_costs import paged_bytes, payload_bytes
-from configs.plan_lengths import assumed_lengths
-from configs.plan_model import rank_of, with_kv_heads
-from configs.plan_options import Question
+from configs.plan_lengths import MAX_MIB, assumed_lengths
+from configs.plan_model import even_splits, rank_of, with_kv_heads
+from configs.plan_options import MAX_PERCENT, Question
 from configs.pool import Memory
 from configs.settings import Settings
 
@@ -38,9 +38,10 @@ QUOTED = (
 )
 """Figures of others: Ainslie et al. 2023, table 1, and what articles say."""
 NAMES = re.compile(
-    r"""Llama-[\d.]+-\d+B | Llama\ 2 | Qwen[\d.]+-[\d.]+B | Qwen3 | Gemma-3-\d+B | SmolLM2-[\d.]+[MB] | Phi-4-14B
-    | arXiv:\d+\.\d+ | arxiv\.org/abs/\d+\.\d+ | (Shazeer|al\.|encoder-decoder\ of)\ 20\d\d | T5-XXL | table\ 1\b
-    | \b(7B|13B|70B)\b | int[48] | fp8(_e5m2)? | bf16 | bfloat16 | code\ is\ 0\ if | served,\ 1\ if\ not,\ 2\ for
+    r"""Llama-[\d.]+-\d+B | Llama\ 2 | Gemma\ ?3 | Qwen[\d.]+-[\d.]+B | Qwen3 | Gemma-3-\d+B | SmolLM2-[\d.]+[MB]
+    | Phi-4-14B | T5-XXL | table\ 1\b
+    | arXiv:\d+\.\d+ | arxiv\.org/abs/\d+\.\d+ | (Shazeer|al\.|encoder-decoder\ of)\ 20\d\d
+    | \b(4B|7B|13B|27B|70B)\b | int[48] | fp8(_e5m2)? | bf16 | bfloat16 | code\ is\ 0\ if | served,\ 1\ if\ not,\ 2\ for
     | 80GiB | 64GiB | 10⁹ | 2³⁰ | bytes\ =\ 2\ ×\ layers | [Tt]he\ 2\ (stands\ )?for\ K\ and\ V""",
     re.VERBOSE,
 )
@@ -94,7 +95,8 @@ def of_the_formula() -> list[str]:
 
 
 def of_what_it_leaves_out() -> list[str]:
-    large, smaller, llama, qwen = (model(f"{n}") for n in ("Gemma-3-27B", "Gemma-3-12B", "Llama-3.1-70B", "Qwen2.5-7B"))
+    large, smaller, llama, qwen = (model(n) for n in ("Gemma-3-27B", "Gemma-3-12B", "Llama-3.1-70B", "Qwen2.5-7B"))
+    _, *some, most = even_splits(qwen)
     windows = [layer.window for layer in large.kv_layers(KVFormat.BF16)]
 
     def share(form: KVFormat, head_dim: int) -> float:
@@ -103,7 +105,7 @@ def of_what_it_leaves_out() -> list[str]:
     def on_each(sizes: Any, ranks: int) -> int:
         return layout(rank_of(sizes, ranks)).bytes_per_token
 
-    assert share(KVFormat.INT8, 64) == share(KVFormat.FP8_E4M3, 64) and on_each(qwen, 8) == on_each(qwen, 4)
+    assert share(KVFormat.INT8, 64) == share(KVFormat.FP8_E4M3, 64) and on_each(llama, 16) == on_each(llama, 8)
     return [
         f"has {windows.count(None)} layers that see everything and {windows.count(1024)} that see {1024:,} tokens: "
         f"{32768:,} tokens take {gb(kv(large, 32768))}, not {gb(kv(large, 32768, whole=True))}",
@@ -113,8 +115,10 @@ def of_what_it_leaves_out() -> list[str]:
         f"which has no scales, {share(KVFormat.FP8_E5M2, 64):g}",
         "a multiple of 4 KiB",
         f"on 8 GPUs takes {on_each(llama, 8):,} bytes a token on each, {8 * on_each(llama, 8):,} in all",
-        f"has {qwen.num_kv_heads} KV heads: on 8 GPUs each is kept twice, {on_each(qwen, 8):,} bytes a token on each "
-        f"GPU and {8 * on_each(qwen, 8):,} in all, twice the {layout(qwen).bytes_per_token:,} of one GPU",
+        f"has {llama.num_kv_heads} KV heads: on 16 GPUs each is kept twice, still {on_each(llama, 16):,} bytes a token "
+        f"on each GPU and {16 * on_each(llama, 16):,} in all",
+        f"with {qwen.num_heads} query and {qwen.num_kv_heads} KV heads, can be split among "
+        f"{', '.join(map(str, some))} or {most} GPUs",
     ]
 
 
@@ -192,6 +196,8 @@ def of_the_planner() -> list[str]:
         *lines,
         f"at most {lengths.p50:,} tokens long, prompt and output together, and 95 % at most {lengths.p95:,}",
         "the 95th percentile",
+        f"at most {MAX_MIB} MiB",
+        f"this one up to {MAX_PERCENT / 100:g}",
         "For Llama-2-7B on 80 GiB, `--max-num-seqs 128`",
         f"| of {found.lengths.p50:,} tokens | of {found.lengths.p95:,} tokens | memory for {found.load.count} of "
         f"{found.load.tokens:,} |",

@@ -14,7 +14,8 @@ A rounded key costs what its error adds to scores, q . error. So for each layer 
               LDLQ in QuIP, Chee et al. 2023: for weights.)
 
 K is looked at as it is stored, after the rotation by position; why pieces lie all over the window says
-`engine.calibration`.
+`engine.calibration`. Where the plain torch kernel stores keys (on a GPU, or without a compiler) there is no feedback:
+dim by dim is too many operations there.
 """
 
 from collections.abc import Sequence
@@ -26,22 +27,25 @@ from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.runner.kv_store import UNSHAPED, Shapings
 from engine.runner.solo import Solo
-from kernels import ops
+from kernels import ops, reference
 from kernels.reference import kv_formats
+from kernels.registry import choose
 
 PIECE = 128
 """Tokens of the text that see each other."""
-PLACES = (5**0.5 - 1) / 2
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 """Of the window, between one piece's place and the next one's, round and round: any number of them lie evenly."""
 DAMPING = 0.03
 """Of the mean of H's diagonal, added to it: directions in which the text has no queries count that much."""
+TINY = 1e-4
+"""The width of a dim that did not vary at all."""
 NARROWEST = 2.0**-10
 """Of the widest dim of its head: a dim that hardly varied in the text counts as this wide."""
 
 
 def places(window: int, size: int, count: int) -> list[int]:
     """Where `count` pieces of `size` tokens begin, all over the window."""
-    return [int((window - size) * (number * PLACES % 1.0)) for number in range(count)]
+    return [int((window - size) * (number * GOLDEN_RATIO % 1.0)) for number in range(count)]
 
 
 class KeyFit:
@@ -68,9 +72,7 @@ class KeyFit:
     def shapings(self, layers: Sequence[LayerKV]) -> list[Shapings]:
         """Of each of `layers`: of keys with scales of their own, and of nothing else."""
         return [
-            (self._moments.layers[number].shaping(layer), ops.NO_SHAPING)
-            if layer.num_scales(layer.formats[0])
-            else UNSHAPED
+            (self._moments.layers[number].shaping(layer), ops.NO_SHAPING) if layer.fits_keys else UNSHAPED
             for number, layer in enumerate(layers)
         ]
 
@@ -86,37 +88,37 @@ class LayerMoments:
         """The same."""
         self.q_products: torch.Tensor | float = 0.0
         """[kv_heads, head_dim, head_dim], over the query heads of each."""
+        self.dtype = torch.float32
+        """In which the model hands its keys over."""
         self.is_bent = False
         """Whether scores go through a soft cap, or sinks stand beside them: then a centre would show."""
 
     def add(self, q: torch.Tensor, k: torch.Tensor) -> None:
         """q: [T, heads, head_dim]; k: [T, kv_heads, head_dim]"""
-        self.num_tokens += len(k)
+        self.num_tokens, self.dtype = self.num_tokens + len(k), k.dtype
         self.k = self.k + k.double().sum(dim=0)
         self.k_squares = self.k_squares + k.double().square().sum(dim=0)
         by_head = q.float().view(len(q), k.shape[1], -1, q.shape[2]).transpose(0, 1).flatten(1, 2)
         self.q_products = self.q_products + (by_head.mT @ by_head).double()
 
     def shaping(self, layer: LayerKV) -> ops.Shaping:
-        """None at all where the model's numbers were not finite."""
+        """None at all where there was no text, or the model's numbers were not finite."""
+        if not self.num_tokens:
+            return ops.NO_SHAPING
         k, squares, products = (torch.as_tensor(x).cpu() for x in (self.k, self.k_squares, self.q_products))
         if not all(bool(x.isfinite().all()) for x in (k, squares, products)):
             return ops.NO_SHAPING
         mean = torch.zeros_like(k) if self.is_bent else k / self.num_tokens
         width = (squares / self.num_tokens - mean.square()).clamp_min(0).sqrt()
-        width = torch.maximum(width, width.amax(dim=-1, keepdim=True) * NARROWEST).clamp_min(kv_formats.LEAST_SCALE)
+        width = torch.maximum(width, width.amax(dim=-1, keepdim=True) * NARROWEST).clamp_min(TINY)
         channels = width.sqrt()
-        products = (
-            products * channels.unsqueeze(-1) * channels.unsqueeze(-2)
-        )  # of q x channels, which meets what is stored
-        if layer.is_rotated(layer.formats[0]):
-            products = kv_formats.rotate(kv_formats.rotate(products).mT)
         device = torch.as_tensor(self.k).device
-        centre = None if self.is_bent else mean
-        found = (
-            None if x is None else x.float().contiguous().to(device) for x in (channels, centre, feedback(products))
-        )
-        return ops.Shaping(*found)
+        shares = None
+        if choose("store_kv", device.type, self.dtype, layer.formats).name != reference.NAME:
+            met = products * channels.unsqueeze(-1) * channels.unsqueeze(-2)  # by what is stored
+            shares = feedback(kv_formats.rotate(kv_formats.rotate(met).mT))
+        found = (channels, None if self.is_bent else mean, shares)
+        return ops.Shaping(*(None if x is None else x.float().contiguous().to(device) for x in found))
 
 
 def feedback(products: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from configs.errors import StartupError
-from configs.kv import KVLayout
+from configs.kv import KVLayout, LayerKV
+from engine.kv_scales import KVScales
 from engine.model.interface import ForwardBatch
 from kernels import ops
 
@@ -15,6 +16,21 @@ HUGE_PAGE = 2 * 1024 * 1024
 Shapings = tuple[ops.Shaping, ops.Shaping]
 """(of K, of V) of a layer."""
 UNSHAPED: Shapings = (ops.NO_SHAPING, ops.NO_SHAPING)
+
+
+def static_shapings(scales: KVScales, layers: Sequence[LayerKV], device: torch.device) -> list[Shapings]:
+    """What stores of `layers`, which the scales fit (`KVScales.check`), divide by, on the device. Halves whose format
+    has scales of its own get none."""
+    found = []
+    for layer, both in zip(layers, scales.layers, strict=True):
+        k, v = (
+            ops.Shaping(torch.from_numpy(numbers).to(device))
+            if layer.static and format.may_be_static
+            else ops.NO_SHAPING
+            for format, numbers in zip(layer.formats, both, strict=True)
+        )
+        found.append((k, v))
+    return found
 
 
 def allocate_pool(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:

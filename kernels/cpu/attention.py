@@ -2,14 +2,15 @@
 
 import ctypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 
 from configs.kv import KVFormat, KVHalf
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import KINDS, native_candidates
-from kernels.cpu.store import FORMATS, address, rotation_signs
+from kernels.cpu.store import FORMATS, address, address_of_signs
 from kernels.ops import LayerPages, Shaping, compute_dtype
 from kernels.registry import KVFormats
 
@@ -75,6 +76,10 @@ class NativeAttention:
 
     entries: Mapping[torch.dtype, Callable[..., int]]
     """By the dtype in which they multiply (`ops.compute_dtype`)."""
+    _known: WeakKeyDictionary[LayerPages, tuple[AttentionHalf, AttentionHalf]] = field(
+        default_factory=WeakKeyDictionary
+    )
+    """What C++ needs to know of pages' halves, made once."""
 
     def __call__(
         self,
@@ -89,7 +94,9 @@ class NativeAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows, heads, dims = q.shape
-        kind, (k_half, v_half) = pages.kind, pages.halves
+        kind, known = pages.kind, self._known.get(pages)
+        if known is None:
+            known = self._known[pages] = describe(pages)
         out = q.new_empty(rows, heads * dims)
         call = AttentionCall(
             q.data_ptr(),
@@ -97,8 +104,7 @@ class NativeAttention:
             q.stride(0),
             pages.pool.data_ptr(),
             pages.spec.block_bytes,
-            _half(pages, k_half, pages.k_shaping),
-            _half(pages, v_half, pages.v_shaping),
+            *known,
             pages.spec.block_size,
             heads,
             kind.kv_heads,
@@ -119,14 +125,19 @@ class NativeAttention:
         return out
 
 
+def describe(pages: LayerPages) -> tuple[AttentionHalf, AttentionHalf]:
+    """(K, V)"""
+    k, v = (_half(pages, half, shaping) for half, shaping in zip(pages.halves, pages.shapings, strict=True))
+    return k, v
+
+
 def _half(pages: LayerPages, half: KVHalf, shaping: Shaping) -> AttentionHalf:
-    rotated = pages.kind.is_rotated(half.format)
     return AttentionHalf(
         FORMATS[half.format],
         half.codes.offset,
         -1 if half.scales is None else half.scales.offset,
         -1 if half.zeros is None else half.zeros.offset,
-        rotation_signs(pages.kind.head_dim).data_ptr() if rotated else None,
+        address_of_signs(pages, half),
         address(shaping.channels),
     )
 

@@ -2,14 +2,13 @@
 `csrc/copy.cpp`; formulas: `kernels.reference.kv_formats`."""
 
 import ctypes
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
 
-from configs.kv import KVFormat
+from configs.kv import KVFormat, KVHalf
 from kernels.cpu import library
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
@@ -23,6 +22,7 @@ ISAS = dict.fromkeys((torch.float32, torch.bfloat16), ("baseline", "avx2", "avx5
 FORMATS = {format: number for number, format in enumerate(KVFormat)}
 """As in `csrc/kv_format.h`."""
 
+CPU = torch.device("cpu")
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -72,10 +72,10 @@ def address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-@functools.cache
-def rotation_signs(head_dim: int) -> torch.Tensor:
-    """fp32 [head_dim], kept for good: C++ gets its address."""
-    return kv_formats.signs(head_dim, torch.device("cpu"))
+def address_of_signs(pages: LayerPages, half: KVHalf) -> int | None:
+    """Of the rotation, where there is one. They are kept for good."""
+    kind = pages.kind
+    return kv_formats.signs(kind.head_dim, CPU).data_ptr() if kind.is_rotated(half.format) else None
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def describe(pages: LayerPages) -> StorePages:
             -1 if half.zeros is None else half.zeros.offset,
             address(shaping.centre),
             address(shaping.channels),
-            rotation_signs(kind.head_dim).data_ptr() if kind.is_rotated(half.format) else None,
+            address_of_signs(pages, half),
             address(shaping.feedback),
         )
         for half, shaping in zip(pages.halves, pages.shapings, strict=True)

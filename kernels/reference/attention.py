@@ -101,8 +101,11 @@ def attend_together(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """The same with as many rows in a product as `SCORES` allows, and a mask for what each of them does not see."""
+    """The same with as many rows in a product as `SCORES` allows, and a mask for what each of them does not see. Where
+    a row sees V that is not finite, all that it gets of that head is NaN."""
     (rows, heads, dims), (kv_heads, tokens, _) = q.shape, k.numbers.shape
+    finite = v.numbers.isfinite()
+    numbers, broken = v.numbers.where(finite, 0.0), ~finite.all(-1)  # 0 x NaN would reach rows that do not see it
     token = torch.arange(tokens, device=q.device)
     step = max(1, SCORES // (heads * tokens))
     for first in range(0, rows, step):
@@ -118,8 +121,9 @@ def attend_together(
         weights = v.scaled(softmax(scores.masked_fill_(unseen, -torch.inf), sinks))
         if v.scales is not None:
             weights = weights.masked_fill(unseen, 0.0)  # whatever the scales of those tokens are
-        products = (weights.flatten(1, 2) @ v.numbers).view(kv_heads, -1, n, dims)
-        out[first : first + step] = products.permute(2, 0, 1, 3).flatten(1, 2)
+        products = (weights.flatten(1, 2) @ numbers).view(kv_heads, -1, n, dims).permute(2, 0, 1, 3)
+        sees_broken = (~unseen).float() @ broken.T.float() > 0  # [n, Hkv]
+        out[first : first + step] = products.masked_fill(sees_broken[..., None, None], torch.nan).flatten(1, 2)
 
 
 def cap(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:

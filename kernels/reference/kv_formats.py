@@ -39,7 +39,7 @@ LARGEST = {KVFormat.FP8_E4M3: 448.0, KVFormat.FP8_E5M2: 57344.0, KVFormat.INT8: 
 MOST_ERROR = {KVFormat.FP8_E4M3: 32.0, KVFormat.INT8: 1.0, KVFormat.INT4: 1.0}
 """Scales: the step between the largest codes. Rounding alone stays below; what the feedback has driven out of the
 format's range is cut off here."""
-LEAST_SCALE, MOST_SCALE = 6.1e-5, 65504.0
+LEAST_SCALE, MOST_SCALE = 2.0**-14, 65504.0
 """What fp16 holds without loss of digits."""
 SEED = 0x0C7A40
 """Of the signs. Another one is another format."""
@@ -191,14 +191,11 @@ def _split(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
-def signs(head_dim: int, device: torch.device) -> torch.Tensor:
-    """fp32 [head_dim], 1 or -1: the same for K, V, Q and the output, in all layers."""
-    return torch.tensor(_signs(head_dim), dtype=torch.float32, device=device)
-
-
 @functools.cache
-def _signs(head_dim: int) -> tuple[float, ...]:
-    return tuple(1.0 - 2.0 * (_mixed(SEED + dim) & 1) for dim in range(head_dim))
+def signs(head_dim: int, device: torch.device) -> torch.Tensor:
+    """fp32 [head_dim], 1 or -1: the same for K, V, Q and the output, in all layers. Kept: a GPU waits for a new one."""
+    ones = [1.0 - 2.0 * (_mixed(SEED + dim) & 1) for dim in range(head_dim)]
+    return torch.tensor(ones, dtype=torch.float32, device=device)
 
 
 def _mixed(number: int) -> int:

@@ -1,7 +1,8 @@
 """What a KV format costs a model, and what it saves: python tests/bench/kv_quality.py MODEL [TEXT] [--only FORMAT ...]
 
     quality  perplexity, divergence from the plain cache (nats a token), share of tokens with the same likeliest
-             successor, over 20,000 tokens in sequences of 2,048
+             successor, over --tokens (20,480) in sequences of 2,048
+    unfitted the same with keys that are not fitted
     drift    divergence over 1,000 tokens that the model wrote itself with a plain cache, by quarters, and the same
              where the cache is refreshed every so many tokens
     speed    a decode step of one sequence at contexts of 512, 2k and 8k tokens (as far as the window goes), in
@@ -17,7 +18,7 @@ import pydoc_data.topics
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -29,14 +30,17 @@ from engines import Engine, Loaded
 from configs.kv import KVLayout, LayerKV
 from configs.kv_flags import PLAIN, kv_layers
 from configs.settings import Settings
+from engine.model.registry import read_config
 from engine.runner.attention.paged import PagedAttention
 from engine.runner.key_fit import KeyFit
+from engine.runner.kv_store import UNSHAPED, Shapings
 from engine.runner.refresh import RefreshAttention
 from engine.runner.solo import BLOCK_SIZE, Solo
 from engine.sampling_params import SamplingParams
 from engine.source import ModelSource
 from engine.text.sample import FIT_TOKENS, SAMPLE, TRIED_TOKENS
 from engine.text.tokenizer import Tokenizer
+from kernels.threads import set_threads
 
 TOKENS, SEQUENCE, CHUNK, ROWS = 20_480, 2048, 512, 128
 PROMPT, WRITTEN = 256, 1000
@@ -53,15 +57,14 @@ FORMATS = {
 
 
 class Bench:
-    def __init__(self, path: Path, text: str, names: Sequence[str]) -> None:
-        self.window = 8192
-        self.loaded = Loaded.load(path, torch.bfloat16, self.window)
+    def __init__(self, path: Path, text: str, names: Sequence[str], tokens: int) -> None:
+        window = read_config(path, trust_remote_code=False).effective_window(None)
+        self.loaded = Loaded.load(path, torch.bfloat16, window)
         tokenizer = Tokenizer.load(ModelSource(path, "model", "bench"))
-        self.ids = tokenizer.encode(text[: 12 * TOKENS], add_special_tokens=False)[:TOKENS]
+        self.ids = tokenizer.encode(text[: 12 * tokens], add_special_tokens=False)[:tokens]
         self.layers = {name: self.layers_of(FORMATS[name]) for name in names}
         self.plain = self.layers_of({})
         sample = tokenizer.encode(SAMPLE, add_special_tokens=True)[TRIED_TOKENS : TRIED_TOKENS + FIT_TOKENS]
-        window = self.loaded.config.effective_window(None)
         self.fit = KeyFit.of(self.loaded.model, self.plain, sample, window, CPU)
 
     def layers_of(self, flags: dict[str, str]) -> tuple[LayerKV, ...]:
@@ -73,6 +76,12 @@ class Bench:
     # ------------------------------------------------------------ quality
     @torch.inference_mode()
     def quality(self) -> None:
+        self._quality("", self.fit.shapings)
+
+    def unfitted(self) -> None:
+        self._quality(", keys not fitted", lambda layers: [UNSHAPED] * len(layers))
+
+    def _quality(self, words: str, shapings: Callable[[Sequence[LayerKV]], Sequence[Shapings]]) -> None:
         loss: dict[str, float] = dict.fromkeys(self.layers, 0.0)
         divergence, agree = dict(loss), dict(loss)
         count = 0
@@ -82,7 +91,8 @@ class Bench:
             expected = self.solo(self.plain, SEQUENCE).hidden(ids, chunk=CHUNK)[:-1]
             count += len(following)
             for name, layers in self.layers.items():
-                hidden = self.solo(layers, SEQUENCE).hidden(ids, chunk=CHUNK)[:-1]
+                solo = Solo(self.loaded.model, layers, SEQUENCE, CPU, shapings(layers))
+                hidden = solo.hidden(ids, chunk=CHUNK)[:-1]
                 for row in range(0, len(hidden), ROWS):
                     theirs, ours = (self.log_softmax(h[row : row + ROWS]) for h in (expected, hidden))
                     loss[name] -= float(ours.gather(1, following[row : row + ROWS, None]).sum())
@@ -92,8 +102,8 @@ class Bench:
         for name in self.layers:
             each = loss[name] / count
             print(f"quality {name:10} perplexity {math.exp(each):8.3f} ({100 * math.expm1(each - base):+7.2f} %), "
-                  f"divergence {divergence[name] / count:.5f}, same likeliest {100 * agree[name] / count:6.2f} %",
-                  flush=True)  # fmt: skip
+                  f"divergence {divergence[name] / count:.5f}, same likeliest {100 * agree[name] / count:6.2f} %"
+                  + words, flush=True)  # fmt: skip
 
     def log_softmax(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.loaded.model.logits(hidden)
@@ -143,7 +153,7 @@ class Bench:
 
     # ------------------------------------------------------------ speed
     def speed(self) -> None:
-        longest = min(self.window, self.loaded.config.effective_window(None))
+        longest = min(8192, self.loaded.window)
         for context in (context for context in (512, 2048, 8192) if context <= longest):
             ids = (self.ids * 2)[:context]
             solos = {name: self.solo(layers, context) for name, layers in self.layers.items()}
@@ -178,10 +188,13 @@ def main() -> None:
     parser.add_argument("text", type=Path, nargs="?")
     parser.add_argument("--only", nargs="+", default=list(FORMATS))
     parser.add_argument("--parts", nargs="+", default=["size", "quality", "drift", "speed"])
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--num-threads", type=int, default=2)
     given = parser.parse_args()
     text = given.text.read_text() if given.text else "\n\n".join(pydoc_data.topics.topics.values())
     names = ["bf16", *(name for name in given.only if name != "bf16")]
-    bench = Bench(given.model, text, names)
+    set_threads(given.num_threads)
+    bench = Bench(given.model, text, names, given.tokens)
     for part in given.parts:
         getattr(bench, part)()
 

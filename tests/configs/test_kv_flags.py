@@ -187,6 +187,14 @@ def test_nothing_to_refresh():
     assert layers(kv_refresh_interval=64, kv_cache_dtype_v="fp8")
 
 
+@pytest.mark.parametrize(("interval", "flags"), [(4096, {}), (99_999_999_999, {}), (512, {"max_model_len": 512})])
+def test_a_refresh_that_never_comes(interval: int, flags: dict[str, int]):
+    message = refusal(kv_refresh_interval=interval, kv_cache_dtype="int8", **flags)
+    window = flags.get("max_model_len", 4096)
+    assert message.startswith(f"--kv-refresh-interval {interval} never comes") and f"{window - 1} of its" in message
+    assert layers(kv_refresh_interval=window - 1, kv_cache_dtype="int8", **flags)
+
+
 # ------------------------------------------------------------------ words
 def test_names():
     def name(**flags: object) -> str:
@@ -202,12 +210,12 @@ def test_names():
         ({"kv_cache_dtype": "fp32"}, "fp32; 3072 bytes a token, 200.0 % of what bf16 takes"),
         (
             {"kv_cache_dtype": "int8"},
-            "int8 (rotated, a scale for each token and head): 2 of 3 layers; bf16: 1 of 3 layers; 1040 bytes a token, "
+            "int8 (a scale for each token and head): 2 of 3 layers; bf16: 1 of 3 layers; 1040 bytes a token, "
             "67.7 % of what bf16 takes",
         ),
         (
             {"kv_cache_dtype": "int8", "kv_cache_dtype_v": "int4", "kv_cache_dtype_skip_layers": "none"},
-            "K int8 (rotated, a scale for each token and head), V int4 (rotated, a scale and a zero point for each "
+            "K int8 (a scale for each token and head), V int4 (a scale and a zero point for each "
             "token and 32 numbers); 636 bytes a token, 41.4 % of what bf16 takes",
         ),
         (

@@ -1,6 +1,7 @@
 """The planner: what it says of fitting is what the engine's own sizing then holds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import SettingsError, StartupError
+from configs.model import GenerationDefaults
 from configs.plan import Plan, make_plan
 from configs.plan_costs import memory_for, pool_for, reserved_bytes, useful_share
 from configs.plan_lengths import Lengths, assumed_lengths
+from configs.plan_model import check_plausible, even_splits
 from configs.plan_options import Load, Option, Question
 from configs.pool import Costs, Memory, resolve_num_blocks, size_pools
+from configs.probed import LayerCall, ProbedConfig
 from configs.settings import Settings
 from configs.supported import read_model
 
@@ -76,11 +80,11 @@ def test_formats_of_layers(models) -> None:
 
 
 def test_gpus_with_a_kv_head_each(models) -> None:
-    found = plan(models["Qwen2.5-7B"], ranks=8)
+    found = plan(models["Qwen2.5-3B"], ranks=4)
     [kind] = found.rank_kinds
-    assert (kind.query_heads, kind.layer.kv_heads, kind.bytes_per_token) == (4, 1, 14_336)
-    assert found.replication == 2 and found.kinds[0].layer.kv_heads == 4
-    assert found.whole.weight_bytes / 8 < found.costs.weight_bytes < found.whole.weight_bytes / 7
+    assert (kind.query_heads, kind.layer.kv_heads, kind.bytes_per_token) == (4, 1, 18_432)
+    assert found.replication == 2 and found.kinds[0].layer.kv_heads == 2
+    assert found.whole.weight_bytes / 4 < found.costs.weight_bytes < found.whole.weight_bytes / 3
 
 
 # ---------------------------------------------------------------- what fits
@@ -137,10 +141,11 @@ def test_a_context_longer_than_the_pool(models) -> None:
     assert found.load == Load(16, 131072) and option(found, "paging").at_load == 0
 
 
-@pytest.mark.parametrize("context", [0, 4097])
-def test_a_context_that_no_sequence_has(context: int, models) -> None:
-    with pytest.raises(SettingsError, match=rf"--context {context} is not within the window of 4096 tokens"):
-        plan(models["Llama-2-7B"], context=context)
+def test_a_context_that_no_sequence_has(models) -> None:
+    with pytest.raises(SettingsError, match="--context 4097 is not within the window of 4096 tokens: lower it"):
+        plan(models["Llama-2-7B"], context=4097)
+    with pytest.raises(SettingsError, match="--context 0 is no length of a sequence: give at least 1"):
+        plan(models["Llama-2-7B"], context=0)
 
 
 def test_a_cpu_has_its_own_rules(models) -> None:
@@ -176,9 +181,11 @@ def test_changes_come_in_the_order_of_their_price(models) -> None:
         ("heads", "another model: 8 of 32 KV heads"),
         ("heads", "another model: 1 of 32 KV heads"),
         ("format", "--kv-cache-dtype int8"),
+        ("format", "--kv-cache-dtype int8 --kv-cache-dtype-v int4"),
         ("format", "--kv-cache-dtype int4"),
     ]
-    assert [each.bytes_per_token for each in found.options[1:]] == [524_288, 262_144, 131_072, 16_384, 266_240, 163_840]
+    sizes = [each.bytes_per_token for each in found.options[1:]]
+    assert sizes == [524_288, 262_144, 131_072, 16_384, 266_240, 215_040, 163_840]
     assert not option(found, "paging").fits
     assert found.cheapest == option(found, "heads", "16 of 32"), "the most KV heads with which the load fits"
 
@@ -194,10 +201,84 @@ def test_a_model_with_one_kv_head_can_only_be_quantised(models) -> None:
     assert {each.kind for each in found.options} == {"reservation", "paging", "format"}
 
 
-def test_what_is_quantised_already_is_not_proposed(models) -> None:
-    words = [each.words for each in plan(models["Llama-2-7B"], kv_cache_dtype="int8").options if each.kind == "format"]
-    assert words == ["--kv-cache-dtype int4"]
-    assert not [e for e in plan(models["Llama-2-7B"], kv_cache_dtype="int4").options if e.kind == "format"]
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"kv_cache_dtype": "int8"}, ["--kv-cache-dtype-v int4", "--kv-cache-dtype int4"]),
+        ({"kv_cache_dtype": "int4"}, []),
+        ({"kv_cache_dtype": "int8", "kv_cache_dtype_v": "int4"}, ["--kv-cache-dtype int4 --kv-cache-dtype-v auto"]),
+        (
+            {"kv_cache_dtype_v": "int8"},
+            [
+                "--kv-cache-dtype int8 --kv-cache-dtype-v auto",
+                "--kv-cache-dtype int8 --kv-cache-dtype-v int4",
+                "--kv-cache-dtype int4 --kv-cache-dtype-v auto",
+            ],
+        ),
+        (
+            {"kv_cache_dtype": "fp8", "kv_cache_dtype_v": "int4", "kv_cache_scales": "x.safetensors"},
+            ["--kv-cache-dtype int4 --kv-cache-dtype-v auto without --kv-cache-scales"],
+        ),
+    ],
+)
+def test_formats_are_what_to_add_to_the_command(given: dict[str, Any], words: list[str], models) -> None:
+    """The flags, given so, take what stands behind them; what takes no less than now is not proposed."""
+    found = [each for each in plan(models["Llama-2-7B"], **given).options if each.kind == "format"]
+    assert [each.words for each in found] == words
+    for each in found:
+        flags, _, left_out = each.words.partition(" without ")
+        parts = flags.split()
+        added = {name[2:].replace("-", "_"): value for name, value in zip(parts[::2], parts[1::2], strict=True)}
+        added |= {left_out[2:].replace("-", "_"): None} if left_out else {}
+        assert each.bytes_per_token == plan(models["Llama-2-7B"], **{**given, **added}).costs.layout.bytes_per_token
+
+
+def more_memory(name: str, words: str, models: dict[str, Any], **given: Any) -> None:
+    """That the flag in these words, in place of what is given, holds the load and is the first advice."""
+    found = plan(models[name], **given)
+    best = found.cheapest
+    assert not found.in_pages.fits and best is not None and (best.kind, best.words) == ("memory", words)
+    assert found.options.index(best) == 2
+    flag, value = words.split()
+    raised = plan(models[name], **{**given, flag[2:].replace("-", "_"): value})
+    assert raised.in_pages.fits and raised.load == found.load
+    assert raised.in_pages == replace(best, kind="paging", words=raised.in_pages.words)
+
+
+def test_a_share_that_is_raised(models) -> None:
+    """Above the default too, up to 0.95; without the memory for the load it is no advice."""
+    more_memory("Llama-3.1-8B", "--gpu-memory-utilization 0.27", models, gpu=100, gpu_memory_utilization=0.2)
+    more_memory("Llama-3.1-8B", "--gpu-memory-utilization 0.94", models, gpu=28.2)
+    assert plan(models["Llama-3.1-8B"], gpu=29.5).in_pages.fits
+    for flags in ({"gpu": 27}, {"gpu": 26.6, "gpu_memory_utilization": 0.96}):
+        found = plan(models["Llama-3.1-8B"], **flags)
+        assert not found.in_pages.fits and "memory" not in {each.kind for each in found.options}
+
+
+def test_a_size_that_is_raised(models) -> None:
+    """Whichever flag decides: one that stands below it would change nothing."""
+    pages, size = "--num-gpu-blocks-override 3808", "--kv-cache-memory-bytes 30464MiB"
+    more_memory("Llama-2-7B", pages, models, memory=200, num_gpu_blocks_override=10)
+    more_memory("Llama-2-7B", pages, models, gpu=80, num_gpu_blocks_override=10, kv_cache_memory_bytes=1)
+    more_memory("Llama-2-7B", pages, models, gpu=80, num_gpu_blocks_override=10, gpu_memory_utilization=0.1)
+    more_memory("Llama-2-7B", size, models, memory=200, kv_cache_memory_bytes=1024)
+    more_memory("Llama-2-7B", size, models, gpu=80, kv_cache_memory_bytes="200GiB", gpu_memory_utilization=0.2)
+    more_memory("Llama-2-7B", size, models, memory=200)
+    assert plan(models["Llama-2-7B"], memory=42, num_gpu_blocks_override=10).cheapest is None
+
+
+def test_a_share_that_does_not_decide_says_nothing_of_what_a_load_needs(models) -> None:
+    found = plan(models["Llama-2-7B"], gpu=80, kv_cache_memory_bytes="40GiB", gpu_memory_utilization=0.2)
+    paged, costs = found.in_pages, found.costs
+    assert paged.fits and paged.pool_bytes is not None
+    assert paged.memory_bytes == costs.weight_bytes + costs.step.total + paged.pool_bytes + 1
+
+
+def test_pages_of_windows_are_counted_as_the_flag_counts_them(models) -> None:
+    """Those of the layers that see everything, or of the widest window where none does."""
+    more_memory("Gemma-3-1B", "--num-gpu-blocks-override 3808", models, gpu=80, num_gpu_blocks_override=10)
+    windows = replace(models["Gemma-3-1B"], layer_windows=(512,) * 26)
+    more_memory("-", "--num-gpu-blocks-override 576", {"-": windows}, gpu=80, num_gpu_blocks_override=10)
 
 
 def test_fewer_heads_must_be_fewer_on_each_gpu(models) -> None:
@@ -206,11 +287,18 @@ def test_fewer_heads_must_be_fewer_on_each_gpu(models) -> None:
     assert words == ["another model: 4 of 8 KV heads"]
 
 
+def test_fewer_heads_must_be_split_evenly_too(models) -> None:
+    """8 KV heads, as is usual, would divide 24 query heads, and cannot be split among 3 GPUs."""
+    found = plan(replace(models["Llama-3.2-3B"], num_kv_heads=24), gpu=4, ranks=3, max_num_seqs=30)
+    assert [e.words for e in found.options if e.kind == "heads"] == ["another model: 3 of 24 KV heads"]
+
+
 def test_gpus_that_hold_the_load(models) -> None:
     found = plan(models["Llama-3.1-70B"], gpu=80, max_num_seqs=128)
     assert found.ranks_needed == 2 and found.ranks_for_load == 4
     assert option(plan(models["Llama-3.1-70B"], gpu=80, max_num_seqs=128, ranks=4), "paging").fits
     assert not option(plan(models["Llama-3.1-70B"], gpu=80, max_num_seqs=128, ranks=2), "paging").fits
+    assert plan(models["SmolLM2-135M"], gpu=0.9).ranks_needed == 3, "2 do not divide 9 query heads"
 
 
 NAMES = ("Llama-2-7B", "SmolLM2-135M", "Gemma-3-1B", "Gemma-3-270M", "Qwen2.5-0.5B")
@@ -264,9 +352,30 @@ def test_reservations_of_windows_are_as_long_as_windows(models) -> None:
 
 
 # ---------------------------------------------------------------- nonsense
-def test_more_gpus_than_heads(models) -> None:
-    with pytest.raises(SettingsError, match="--tp 33 is more than the model's 32 query heads"):
-        plan(models["Llama-2-7B"], ranks=33)
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [
+        ("Llama-2-7B", 33, "32 query and 32 KV heads evenly: 1, 2, 4, 8, 16 or 32 would."),
+        ("Llama-3.1-8B", 3, "32 query and 8 KV heads evenly: 1, 2, 4, 8, 16 or 32 would."),
+        ("Qwen2.5-7B", 8, "28 query and 4 KV heads evenly: 1, 2, 4 or 28 would."),
+        ("Qwen2.5-7B", 7, "28 query and 4 KV heads evenly"),  # the second GPU would need two KV heads, the first one
+        ("Qwen2.5-0.5B", 3, "14 query and 2 KV heads evenly: 1, 2 or 14 would."),
+        ("SmolLM2-135M", 2, "9 query and 3 KV heads evenly: 1, 3 or 9 would."),
+    ],
+)
+def test_gpus_that_heads_cannot_be_split_among(name: str, ranks: int, words: str, models) -> None:
+    with pytest.raises(SettingsError) as caught:
+        plan(models[name], ranks=ranks)
+    assert str(caught.value).startswith(f"--tp {ranks} does not split the model's {words}")
+
+
+def test_layers_of_other_heads_must_be_split_too() -> None:
+    def of(*heads: tuple[int, int]) -> ProbedConfig:
+        calls = tuple(LayerCall(layer, query, kv, 64, None) for layer, (query, kv) in enumerate(heads))
+        return ProbedConfig("X", 1000, None, GenerationDefaults(), (4096, 4096), calls, 10**6, 0)
+
+    assert even_splits(of((8, 8))) == even_splits(of((8, 8), (16, 2))) == (1, 2, 4, 8)
+    assert even_splits(of((12, 4))) == (1, 2, 4, 12) and even_splits(of((12, 4), (8, 1))) == (1, 2, 4)
 
 
 def test_a_window_that_the_model_has_not(models) -> None:
@@ -297,6 +406,7 @@ def test_640_gb_of_nothing_is_an_error(changed: dict[str, object], words: str, t
     config = {**published_models.OURS["Llama-2-7B"], **changed}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(StartupError) as caught:
-        plan(read_model(tmp_path))
+        check_plausible(read_model(tmp_path), tmp_path)  # type: ignore[arg-type]
     message = str(caught.value)
-    assert message.startswith("--model: ") and words in message and message.endswith(".") and "\n" not in message
+    assert message.startswith(f"--model: {tmp_path}/config.json") and words in message
+    assert message.endswith(".") and "\n" not in message

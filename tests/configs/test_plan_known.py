@@ -108,9 +108,10 @@ def test_windows_make_gemma_small(tmp_path: Path) -> None:
     ("name", "ranks", "per_token", "times"),
     [
         ("Llama-3.1-70B", 8, 40_960, 1.0),
+        ("Llama-3.1-70B", 16, 40_960, 2.0),
         ("Qwen2.5-7B", 4, 14_336, 1.0),
-        ("Qwen2.5-7B", 8, 14_336, 2.0),
-        ("Qwen2.5-0.5B", 8, 6_144, 4.0),
+        ("Qwen2.5-7B", 28, 14_336, 7.0),
+        ("Qwen2.5-3B", 8, 18_432, 4.0),
         ("Llama-2-7B", 8, 65_536, 1.0),
     ],
 )

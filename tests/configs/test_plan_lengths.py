@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.errors import SettingsError
-from configs.plan_lengths import Lengths, assumed_lengths, read_lengths
+from configs.plan_lengths import MAX_MIB, Lengths, assumed_lengths, read_lengths
 
 
 def trace(folder: Path, *records: object) -> str:
@@ -38,7 +39,25 @@ def test_lines_that_are_no_requests_are_passed_over(tmp_path: Path) -> None:
     one = {"prompt_tokens": 7, "generated_tokens": 2, "sequences": 1}
     path = trace(tmp_path, "", "Uvicorn running", {"message": "loading"}, [1, 2], several, one, "[" * 100_000, '{"a": ')
     found = read_lengths(path)
-    assert found.tokens == (9,) and found.source == f"{path}: 1 request"
+    assert found.tokens == (9,) and found.source == f"{path}: 1 request; 6 other lines passed over"
+
+
+def test_requests_that_did_not_come_to_their_end_are_no_lengths(tmp_path: Path) -> None:
+    """In Octavo's log. What others call a status is theirs."""
+    line = {"prompt_tokens": 100, "generated_tokens": 20, "sequences": 1, "status": 200, "finish_reason": "stop"}
+    changes: list[dict[str, object]] = [{}, {"finish_reason": "length", "generated_tokens": 30}]
+    changes += [{"status": 499}, {"finish_reason": "abort"}, {"finish_reason": "error"}, {"status": 500}]
+    path = trace(tmp_path, *(line | change for change in changes))
+    found = read_lengths(path)
+    assert found.tokens == (120, 130) and found.source == f"{path}: 2 requests; 4 other lines passed over"
+    other = {"prompt_tokens": 1, "completion_tokens": 2, "status": "ok", "finish_reason": "tool_calls"}
+    assert read_lengths(trace(tmp_path, other)).source == f"{path}: 1 request"
+
+
+def test_a_byte_order_mark_costs_no_request(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"input_length": 1, "output_length": 2}\n' * 2, encoding="utf-8-sig")
+    assert read_lengths(str(path)).tokens == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +81,35 @@ def test_what_is_no_trace_is_one_sentence(records: list[object], words: str, tmp
     assert message.startswith(f"--lengths {path}") and words in message and message.endswith(".")
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("several", [True, False])
+def test_json_that_is_not_a_line_for_each_request_gets_a_hint(
+    several: bool, indent: int | None, tmp_path: Path
+) -> None:
+    record = {"usage": {"prompt_tokens": 1, "completion_tokens": 2}, "id": "a"}
+    if not several and indent is None:
+        assert read_lengths(trace(tmp_path, record)).tokens == (3,)
+        return
+    path = trace(tmp_path, json.dumps([record, record] if several else record, indent=indent))
+    with pytest.raises(SettingsError, match=r"each must stand on a line of its own, without a list around them\.$"):
+        read_lengths(path)
+
+
+def test_what_may_never_end_is_not_read(tmp_path: Path) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    for path in (str(tmp_path), "/dev/null", str(pipe), "/dev/zero"):
+        with pytest.raises(SettingsError, match=f"--lengths {path} is not a regular file"):
+            read_lengths(path)
+    with large.open("wb") as file:
+        file.truncate(MAX_MIB * 2**20 + 1)
+    with pytest.raises(SettingsError, match=r"large has more than 256 MiB: give a part of it\."):
+        read_lengths(str(large))
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"--lengths ~nobody-here/x cannot be read: Could not determine"):
+        read_lengths("~nobody-here/x")
     with pytest.raises(SettingsError, match=r"--lengths /nowhere cannot be read: No such file or directory\."):
         read_lengths("/nowhere")
     (tmp_path / "x").write_bytes(b"\xff\xfe")

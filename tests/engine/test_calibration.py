@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engines import Loaded
@@ -12,16 +13,18 @@ from tiny_models import FALLBACKS, VARIANTS, TinyModel, build, build_outlier
 from configs.kv import KVFormat, LayerKV
 from configs.settings import Settings
 from engine import calibration
-from engine.calibration import FLOOR, HEADROOM, LARGEST, Largest, calibrate, split
+from engine.calibration import FLOOR, HEADROOM, Largest, calibrate, split
 from engine.errors import StartupError
+from engine.kv_scales import KVScales
 from engine.model.interface import ForwardBatch
 from engine.runner import key_fit
 from engine.runner.fidelity import Trial
-from engine.runner.kv_scales import KVScales
+from engine.runner.kv_store import static_shapings
 from engine.runner.solo import Solo
 from engine.source import ModelSource
 from engine.text.sample import SAMPLE
 from engine.text.tokenizer import Tokenizer
+from kernels.reference.kv_formats import LARGEST
 
 CPU = torch.device("cpu")
 IDS = list(SAMPLE.encode()[3000:3200])
@@ -30,6 +33,10 @@ IDS = list(SAMPLE.encode()[3000:3200])
 def found_for(folder: Path, granularity: str = "channel", text: Path | None = None, **flags: object) -> KVScales:
     given = {"model": str(folder), "dtype": "float32", "device": "cpu", "num_threads": 1, **flags}
     return calibrate(Settings.create(given), text, granularity, lambda phase, fraction: None)
+
+
+def layers_of(scales: KVScales) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.from_numpy(k), torch.from_numpy(v)) for k, v in scales.layers]
 
 
 def largest_of(loaded: Loaded, places: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -58,7 +65,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
     assert scales.architecture == loaded.config.architecture and scales.num_tokens >= len(SAMPLE.encode())
     largest = largest_of(loaded, [0, 250])
     assert len(scales.layers) == len(largest) == len(loaded.kv_layers)
-    for both, expected in zip(scales.layers, largest, strict=True):
+    for both, expected in zip(layers_of(scales), largest, strict=True):
         for scale, most in zip(both, expected, strict=True):
             assert scale.shape == most.shape and scale.dtype == torch.float32
             ratio = scale * LARGEST[KVFormat.INT8] / most
@@ -70,13 +77,13 @@ def test_granularity_and_formats(tmp_path: Path) -> None:
     channel, tensor = found_for(tmp_path), found_for(tmp_path, "tensor")
     assert (channel.granularity, channel.formats) == ("channel", (KVFormat.INT8, KVFormat.INT8))
     assert (tensor.granularity, len(channel.layers)) == ("tensor", 2)
-    for some, whole in zip(channel.layers, tensor.layers, strict=True):
+    for some, whole in zip(layers_of(channel), layers_of(tensor), strict=True):
         for x, y in zip(some, whole, strict=True):
             assert len(x.unique()) > 1 and len(y.unique()) == 1
             torch.testing.assert_close(x.max() / HEADROOM["channel"], y.max())
     mixed = found_for(tmp_path, kv_cache_dtype="fp8", kv_cache_dtype_v="int8")
     assert mixed.formats == (KVFormat.FP8_E4M3, KVFormat.INT8)
-    for (k, v), (k_int8, v_int8) in zip(mixed.layers, channel.layers, strict=True):
+    for (k, v), (k_int8, v_int8) in zip(layers_of(mixed), layers_of(channel), strict=True):
         torch.testing.assert_close(k * 448, k_int8 * 127)
         assert torch.equal(v, v_int8)
 
@@ -89,7 +96,7 @@ def test_a_scale_for_each_channel_leaves_the_others_their_bits(tmp_path: Path) -
     layers = replace(loaded, kv={"kv_cache_dtype": "int8", "kv_cache_scales": "f"}).kv_layers
     divergence = {}
     for granularity in ("channel", "tensor"):
-        shapings = found_for(folder, granularity).shapings(Path("f"), loaded.config.architecture, layers, CPU)
+        shapings = static_shapings(found_for(folder, granularity), layers, CPU)
         divergence[granularity] = trial.measure(layers, shapings).divergence
     assert 4 * divergence["channel"] < divergence["tensor"], divergence
 
@@ -106,7 +113,7 @@ def test_slow_rotations_show_all_over_the_window(tmp_path: Path, monkeypatch: py
             bias[:] = torch.tensor([0.0, 30.0, 0.0, 0.0])
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     spread = found_for(folder).layers[0][0][0] * 127
-    monkeypatch.setattr(key_fit, "PLACES", 0.0)
+    monkeypatch.setattr(key_fit, "GOLDEN_RATIO", 0.0)
     beginning = found_for(folder).layers[0][0][0] * 127
     assert spread[3] > 0.9 * spread[1] and beginning[3] < 0.6 * beginning[1]
 
@@ -137,8 +144,24 @@ def test_texts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["int4", "bf16", "fp8_e5m2"])
 def test_formats_without_such_scales(format: str, tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=f"scales for fp8 and int8; {format} has none"):
+    with pytest.raises(StartupError, match=f"scales for fp8 and int8, .* to be {format}: use --kv-cache-dtype int8"):
         found_for(build(tmp_path), kv_cache_dtype=format)
+
+
+@pytest.mark.parametrize("formats", [("fp8", "int4"), ("int4", "fp8"), ("fp8", "bf16")])
+def test_a_half_without_such_scales_gets_those_of_the_others_format(formats: tuple[str, str], tmp_path: Path) -> None:
+    """So the file serves whichever half is in that format."""
+    folder = build(tmp_path, TinyModel(head_dim=32))
+    alone = found_for(folder, kv_cache_dtype="fp8")
+    beside = found_for(folder, kv_cache_dtype=formats[0], kv_cache_dtype_v=formats[1])
+    assert beside.formats == alone.formats == (KVFormat.FP8_E4M3, KVFormat.FP8_E4M3)
+    for both, expected in zip(beside.layers, alone.layers, strict=True):
+        assert all(map(np.array_equal, both, expected))
+
+
+def test_what_would_not_be_served_is_not_calibrated(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"^--kv-cache-dtype-v int4 needs heads whose size is a multiple of 32"):
+        found_for(build(tmp_path), kv_cache_dtype="int8", kv_cache_dtype_v="int4")
 
 
 def test_extremes_of_a_head() -> None:

@@ -7,12 +7,14 @@ import pytest
 import tiny_models
 import torch
 
+from configs.kv import KVFormat
 from configs.settings import Settings
 from configs.version import VERSION
-from engine import diagnosis
+from engine import LLM, diagnosis
 from engine.device import GPU, Device, NoGPU
 from engine.diagnosis import Diagnosis, diagnose, hub, kernels, machine, model, self_test, versions
 from engine.errors import StartupError
+from engine.kv_scales import KVScales
 
 CPU = Device.find(Settings(dtype="float32"), lambda: NoGPU("there is none", torch_could=False))
 
@@ -69,10 +71,32 @@ def test_the_kv_cache_that_would_be_chosen(tiny: Path) -> None:
     assert rows["decided by"] == "--num-gpu-blocks-override 64" and rows["longest sequence"] == "512 tokens"
     assert rows["KV format"] == "fp32; 512 bytes a token"
     rows = model(Settings(model=str(tiny), kv_cache_dtype="int8"), CPU)
-    words = "int8 (rotated, a scale for each token and head); 144 bytes a token, 28.1 % of what fp32 takes"
+    words = "int8 (a scale for each token and head); 144 bytes a token, 28.1 % of what fp32 takes"
     assert rows["KV format"] == words and rows["attention"]
     rows = model(Settings(model=str(tiny), num_gpu_blocks_override=4), CPU)
     assert "holds 64 tokens" in rows["note"]
+
+
+def test_refresh_is_said_as_at_start(tmp_path: Path) -> None:
+    """The scratch is as long as a sequence can get, which the pool limits here."""
+    folder = tiny_models.build(tmp_path, tiny_models.TinyModel(max_position=65536))
+    flags = {"model": str(folder), "kv_cache_dtype": "int8", "kv_refresh_interval": 32}
+    launched = {**flags, "dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 16, "num_threads": 1}
+    with LLM(**launched) as llm:
+        assert model(Settings(num_gpu_blocks_override=16, **flags), CPU)["refresh"] == llm.info.summary["refresh"]
+    assert "0.03 GiB" in model(Settings(**flags, max_num_seqs=1), CPU)["refresh"]
+    assert "refresh" not in model(Settings(model=str(folder), kv_cache_dtype="int8"), CPU)
+
+
+def test_a_file_of_scales_that_would_not_be_served(tiny: Path, tmp_path: Path) -> None:
+    flags = {"model": str(tiny), "kv_cache_dtype": "int8"}
+    missing, scales = str(tmp_path / "missing"), tmp_path / "scales"
+    for name in (str(tiny), "some/model"):
+        with pytest.raises(StartupError, match=f"^--kv-cache-scales {missing} cannot be read: No such file"):
+            model(Settings(**flags | {"model": name}, kv_cache_scales=missing), CPU)
+    KVScales("Other", (KVFormat.INT8, KVFormat.INT8), "channel", 300, ()).save(scales)
+    with pytest.raises(StartupError, match="is of another model"):
+        model(Settings(**flags, kv_cache_scales=str(scales)), CPU)
 
 
 def test_a_model_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

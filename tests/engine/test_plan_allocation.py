@@ -35,15 +35,17 @@ MODELS = {
 
 
 def start(path: Path, settings: Settings) -> EngineCore:
-    launch = Launch(str(path), "model", settings.model_dump(mode="json"), ())
+    launch = Launch(str(path), "model", settings.model_dump(mode="json"), (), fit_token_ids=list(range(200)))
     core, _ = build_core(launch, lambda loading: None)
     return core
 
 
 def allocated(core: EngineCore) -> tuple[int, int]:
-    """Bytes of the weights with their tables, and of the pools, counted on the tensors themselves."""
+    """Bytes of the weights with their tables and of what keys are fitted by, and of the pools, counted on the tensors
+    themselves."""
     runner = core._executor.runner  # type: ignore[attr-defined]
-    found = {(t.data_ptr(), t.nbytes): t.nbytes for t in tensors(runner.model, set())}
+    fits = [pages.shapings for pages in runner.attention.store.pages]
+    found = {(t.data_ptr(), t.nbytes): t.nbytes for t in tensors([runner.model, fits], set())}
     return sum(found.values()), sum(pool.nbytes for pool in runner.pools)
 
 

@@ -3,6 +3,7 @@
 pytest -m gpu tests/gpu
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,26 @@ def test_in_half_the_bits_log_probabilities_are_near(gpu: Device, folder: Path, 
     for ours, theirs in zip(found, expected, strict=True):
         ours_, theirs_ = ([entry.logprob for entry in one.prompt_logprobs] for one in (ours, theirs))
         torch.testing.assert_close(torch.tensor(ours_), torch.tensor(theirs_), atol=0.3, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [*((name, "int8") for name in FAMILIES), *((name, "int4") for name in ("head-dim", "qwen3", "gemma3"))],
+)
+def test_of_few_bits_log_probabilities_are_near(gpu: Device, name: str, format: str, tmp_path: Path) -> None:
+    """With keys fitted on each side. A number between two codes may become either: tokens need not be the same."""
+    folder = tiny_models.build(tmp_path, VARIANTS[name])
+    here, there = (
+        replace(Loaded.load(folder, torch.float32, WINDOW, place), kv={"kv_cache_dtype": format})
+        for place in (torch.device("cpu"), gpu.place)
+    )
+    for (ours, _), (theirs, _) in zip(there.shapings, here.shapings, strict=True):
+        on_cpu = {part: None if x is None else x.cpu() for part, x in vars(ours).items()}
+        torch.testing.assert_close(on_cpu, vars(theirs), atol=1e-3, rtol=1e-3)
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    for ours, theirs in zip(*(Engine(each).run(PROMPTS, scored) for each in (there, here)), strict=True):
+        ours_, theirs_ = ([entry.logprob for entry in one.prompt_logprobs] for one in (ours, theirs))
+        torch.testing.assert_close(torch.tensor(ours_), torch.tensor(theirs_), atol=0.1, rtol=0.1)
 
 
 def test_company_chunks_and_cached_pages_change_no_token(gpu: Device, folder: Path) -> None:

@@ -7,10 +7,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from configs.kv import KVFormat
+from configs.pool import SCORES_BYTES
 from kernels import ops, reference
 from kernels.reference import attention
 from kernels.reference.attention import attend_alone, attend_together
-from kernels.reference.pages import Past
+from kernels.reference.pages import Past, gather_kv
 from kernels.registry import candidates, choose
 
 OPS = [candidate.op for candidate in reference.CANDIDATES]
@@ -135,3 +136,29 @@ def test_scales_of_rows_together_are_those_of_each_alone(window):
         past.scales[:, -1] = torch.nan
     attend_together(q, k, v, 0.25, window, None, None, poisoned)
     assert torch.equal(poisoned[:-1], found[:-1]) and poisoned[-1].isnan().all()
+
+
+@pytest.mark.parametrize("formats", [None, (KVFormat.INT8,) * 2, (KVFormat.INT4,) * 2, (KVFormat.FP8_E5M2,) * 2])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("which", ["K", "V"])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_rows_together_do_not_notice_what_they_do_not_see(formats, window, which, poison):
+    """K or V of a token in the middle of the chunk, of one of two heads, is not finite: rows before it, rows whose
+    window is past it and the other head get numbers, the others NaN, as each row alone (or infinity there)."""
+    paged = make_paged([40], dtype=torch.bfloat16, formats=formats)
+    x = (paged.k if which == "K" else paged.v)[0]
+    x[25, 1] = poison
+    paged.store(0)
+    q, asked = paged.q[0][-22:].float(), (paged.scale, window, None, None)
+    past = gather_kv(paged.pages(), paged.tables[0], 0, 40, torch.bfloat16)
+    expected, found = torch.empty(2, *q.shape)
+    attend_alone(q, *past, *asked, expected)
+    attend_together(q, *past, *asked, found)
+    assert expected[:7].isfinite().all()
+    expected = expected.where(expected.isfinite(), torch.nan)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_the_memory_of_scores_is_what_is_reckoned_with():
+    """Four tensors of fp32 at a time."""
+    assert SCORES_BYTES == 4 * 4 * attention.SCORES

@@ -85,7 +85,7 @@ def test_signs_are_part_of_the_format():
         -1,
         -1,
     ]
-    assert signs(32, CPU).tolist() == first
+    assert signs(32, CPU).tolist() == first and signs(32, CPU) is signs(32, CPU)
     assert signs(512, CPU)[:32].tolist() == first
     assert abs(signs(512, CPU).sum()) < 60
 
@@ -301,6 +301,10 @@ def test_a_group_that_is_not_finite_takes_no_part_in_feedback():
     bad = encode(x, LayerKV(1, 96, KVFormat.INT4), KVFormat.INT4, shaping)
     assert torch.equal(bad.codes[..., :32], clean.codes[..., :32]) and not bad.codes[..., 32:64].any()
     assert bad.scales[..., 1].isnan().all() and bad.scales[..., ::2].isfinite().all()
+
+
+def test_the_least_scale_has_all_digits_of_fp16():
+    assert torch.finfo(torch.float16).smallest_normal == kv_formats.LEAST_SCALE
 
 
 # ------------------------------------------------------------------ the rest

@@ -1,10 +1,13 @@
 """`octavo calibrate`: from the command line to a file that serves."""
 
+import os
+import shlex
 from pathlib import Path
 
 import pytest
 import tiny_models
 
+from configs.load import load
 from engine import LLM
 from server.calibrate import DESCRIPTION
 from server.cli import main
@@ -20,7 +23,7 @@ def no_logging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return tiny_models.build(tmp_path / "model")
+    return tiny_models.build(tmp_path / "my model", tiny_models.TinyModel(head_dim=32))
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -36,7 +39,8 @@ def test_a_file_that_serves(folder: Path, tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert said.startswith(f"{out}: scales of 2 layers, from ") and "tokens. To serve with them:" in said
     command = said.splitlines()[-1]
-    assert command == f"  octavo serve {folder} --kv-cache-dtype fp8_e4m3 --kv-cache-scales {out}"
+    flags = f"--dtype float32 --kv-cache-dtype fp8 --kv-cache-scales {out} --device cpu --num-threads 1"
+    assert command == f"  octavo serve '{folder}' {flags}"
     with LLM(
         str(folder),
         kv_cache_dtype="fp8_e4m3",
@@ -46,7 +50,7 @@ def test_a_file_that_serves(folder: Path, tmp_path: Path, capsys: pytest.Capture
         max_num_seqs=4,
     ) as llm:
         assert (
-            llm.info.summary["KV format"] == f"fp8_e4m3 (scales of {out}); 128 bytes a token, 25.0 % of what fp32 takes"
+            llm.info.summary["KV format"] == f"fp8_e4m3 (scales of {out}); 256 bytes a token, 25.0 % of what fp32 takes"
         )
 
 
@@ -56,7 +60,27 @@ def test_own_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     argv = [str(folder), f"--text={text}", "--granularity", "tensor", "--kv-cache-dtype-v", "fp8", "--out", str(out)]
     assert main(["calibrate", *argv, *FLAGS]) == 0
     said = capsys.readouterr().out
-    assert "from 70" in said and "--kv-cache-dtype int8 --kv-cache-dtype-v fp8_e4m3 --kv-cache-scales" in said
+    assert "from 70" in said and "--kv-cache-dtype int8 --kv-cache-dtype-v fp8 --kv-cache-scales" in said
+
+
+def test_the_command_means_the_same_settings(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was said, and however, except for secrets."""
+    out, config = tmp_path / "my scales", tmp_path / "config.yaml"
+    config.write_text("max-model-len: 256\n")
+    monkeypatch.setenv("OCTAVO_TOKENIZER", str(folder))
+    argv = [str(folder), "--config", str(config), "--trust-remote-code", "--no-enable-prefix-caching"]
+    argv += ["--kv-cache-dtype-v", "int4", "--kv-cache-dtype-skip-layers", "0", "sliding_window", "--api-key=secret"]
+    assert main(["calibrate", *argv, "--out", str(out), *FLAGS]) == 0
+    monkeypatch.delenv("OCTAVO_TOKENIZER")
+    said = capsys.readouterr().out
+    program, command, *words = shlex.split(said.splitlines()[-1])
+    assert (program, command) == ("octavo", "serve") and "secret" not in said
+    expected = load(
+        [*argv, "--tokenizer", str(folder), "--kv-cache-dtype", "int8", "--kv-cache-scales", str(out), *FLAGS]
+    )
+    assert load(words).settings == expected.settings.model_copy(update={"api_key": ()})
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["m", "--help"]])
@@ -72,5 +96,27 @@ def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"there is no folder {tmp_path / 'no'}" in refusal(capsys, model, "--out", str(tmp_path / "no" / "scales"))
     assert "--granularity" in refusal(capsys, model, "--out", out, "--granularity", "head")
     assert "unknown flag --txt" in refusal(capsys, model, "--out", out, "--txt", "x")
-    assert "int4 has none" in refusal(capsys, model, "--out", out, "--kv-cache-dtype", "int4", *FLAGS)
+    assert "to be int4: use --kv-cache-dtype int8" in refusal(
+        capsys, model, "--out", out, "--kv-cache-dtype", "int4", *FLAGS
+    )
     assert not Path(out).exists()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no such model: whoever looked for it first would say so."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out in (tmp_path, Path("/dev/null"), Path("/proc/x.st"), tmp_path / "fifo", tmp_path / "loop"):
+        assert f"--out {out} cannot be written: " in refusal(capsys, "/no/model", "--out", str(out))
+    assert "--out FILE is needed" in refusal(capsys, "/no/model", "--out", "")
+
+
+def test_trying_to_write_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new, link = tmp_path / "old", tmp_path / "new", tmp_path / "link"
+    old.write_text("kept")
+    link.symlink_to(new)
+    for out in (old, new, link):
+        assert "/no/model" in refusal(capsys, "/no/model", "--out", str(out))
+    assert old.read_text() == "kept" and not new.exists() and link.is_symlink()

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import published_models
 import pytest
 
 from configs.errors import SettingsError, StartupError
@@ -190,6 +191,37 @@ def test_python_m_server_answers_as_octavo_serve():
     assert "--max-model-len" in python("-m", "server", "--help").stdout
     assert_refused(python("-m", "server", "--port", "x"), "--port", "'x'")
     assert_refused(python("-m", "server", "serve", "--port", "x"), "--port", "'x'")
+
+
+ANSWERS = [
+    ["--help"],
+    ["serve", "--help"],
+    ["serve", "--version"],
+    ["serve", "--print-config"],
+    ["calibrate", "--help"],
+]
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize("argv", [*ANSWERS, ["plan", "MODEL"]])
+def test_where_what_is_said_cannot_go(argv: list[str], unbuffered: bool, tmp_path: Path):
+    """Nobody who reads is no fault, as in `octavo plan MODEL | head`; a full disk is one sentence."""
+    model = str(published_models.write(tmp_path, "Llama-2-7B"))
+    code = f"import sys, server.cli; sys.exit(server.cli.main({[model if a == 'MODEL' else a for a in argv]!r}))"
+    command = [sys.executable, *["-u"] * unbuffered, "-c", code]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for stdout, code, stderr in (
+        (writer, 0, ""),
+        (full, 2, "octavo: stdout cannot be written: No space left on device.\n"),
+    ):
+        result = subprocess.run(
+            command, cwd=ROOT, env=environ, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+        os.close(stdout)
+        assert (result.returncode, result.stderr) == (code, stderr)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,17 @@ def test_a35_after_200_mixed_requests():
     assert delta("octavo_kv_evictions_total", "reason=allocation") > 0
 
 
+def test_a35_pages_add_up_from_the_first_scrape():
+    loads = threading.Event()
+    with ScriptedServer({}, num_blocks=40, loads=loads) as server:
+        assert server.metric("octavo_kv_pool_pages") == 0, "there is no pool before the model is loaded"
+        loads.set()
+        eventually(lambda: server.http.get("/ready").status_code == 200)
+        seen = server.metrics()
+        assert seen["octavo_kv_pool_pages",] == seen["octavo_kv_pages", "state=free"] == 40
+        assert seen["octavo_kv_pages", "state=active"] == seen["octavo_kv_pages", "state=cached"] == 0
+
+
 def test_a35_generated_tokens_are_what_usage_says():
     with ScriptedServer({"s1": b"ABCDEFGH", "long": endless}) as server:
         answers = [server.completion("s1"), server.completion("s1", stop="DE"), server.completion("s1", n=3)]

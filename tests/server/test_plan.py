@@ -74,7 +74,10 @@ def test_windows_formats_and_gpus_in_words(tmp_path: Path, capsys: pytest.Captur
     words = " ".join(capsys.readouterr().out.split())
     assert "52 GQA that see the last 1,024 tokens: 32 query and 16 KV heads of 128 numbers" in words
     assert "(on each GPU 1 and 1), K and V bf16" in words and "K int8, V int4" in words
-    assert "replication each KV head is kept 2 times" in words and "on each of 32 GPUs" in words
+    assert (
+        "replication KV heads are kept 2 times, since there are fewer of them than GPUs" in words
+        and "on each of 32 GPUs" in words
+    )
     assert "for one sequence in full precision" in words
 
 
@@ -84,11 +87,21 @@ def test_windows_formats_and_gpus_in_words(tmp_path: Path, capsys: pytest.Captur
         ((), "at once (--max-num-seqs, p95). It takes 299.9 GiB of a GPU's memory, 256 GiB of it KV cache."),
         (("--gpu", "80GiB", "--max-num-seqs", "8"), "it fits, and 29 would; reserved in one piece, 29 would."),
         (("--gpu", "80GiB", "--context", "100"), "of 100 tokens at once (--max-num-seqs, --context): it fits"),
-        (("--memory", "64GiB", "--max-num-seqs", "16"), "The memory is there: --kv-cache-memory-bytes 34359738368"),
-        (("--gpu", "32GiB", "--max-num-seqs", "320"), "None of the changes above makes it fit; --tp 32 does."),
+        (("--memory", "64GiB", "--max-num-seqs", "16"), "The memory is there: --kv-cache-memory-bytes 32768MiB gives"),
+        (("--gpu", "32GiB", "--max-num-seqs", "320"), "None of the changes above makes it fit alone; --tp 32 does."),
         (
             ("--gpu", "18GiB", "--max-num-seqs", "512"),
             "1 fits. It takes 1.126 TiB of a GPU's memory, 1 TiB of it KV cache. None of the changes above makes",
+        ),
+        (("--gpu", "80GiB", "--context", "1", "--max-num-seqs", "1"), "The load is 1 request of 1 token at once"),
+        (
+            ("--gpu", "400GiB", "--gpu-memory-utilization", "0.2"),
+            "The memory is there: --gpu-memory-utilization 0.68 gives it to the KV cache.",
+        ),
+        (
+            ("--gpu", "100GiB", "--num-gpu-blocks-override", "300", "--max-num-seqs", "32"),
+            "1 fits. It takes 77.88 GiB of a GPU's memory, 64 GiB of it KV cache. The memory is there: "
+            "--num-gpu-blocks-override 8192 gives it to the KV cache.",
         ),
     ],
 )
@@ -97,11 +110,24 @@ def test_verdicts(arguments: tuple[str, ...], words: str, folder: str, capsys: p
     assert words in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_quantised_format_may_be_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the check at start. The planner says so of one that is given, and of one that it advises."""
+    folder = str(published_models.write(tmp_path, "Gemma-3-1B"))
+    tried = "octavo serve tries a quantised cache at start, and refuses one that gives nonsense with the model"
+    assert main(["plan", folder, "--gpu", "8.4GiB", "--max-num-seqs", "128"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    formats = "--kv-cache-dtype int8 --kv-cache-dtype-v int4 (24,200 bytes a token)"
+    assert f"The cheapest change with which it fits: {formats}. It may be refused: {tried}." in words
+    assert f"check {tried}" not in words
+    assert main(["plan", folder, "--kv-cache-dtype", "int8"]) == 0
+    assert f"check {tried}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_model_that_does_not_fit(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", folder, "--gpu", "8GiB"]) == 1
     words = " ".join(capsys.readouterr().out.split())
     assert "refused --model: the weights and the 1.348 GiB of a step take 13.9 GiB of the 8 GiB" in words
-    assert "Split among GPUs, --tp 4 would do." in words and "nothing fits." in words
+    assert "Split among GPUs, --tp 4 would do." in words and "none fits." in words
 
 
 def test_the_same_for_programs(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,15 +261,21 @@ def test_the_default_model_is_not_fetched(
     [
         (("--gpu", "H200"), "--gpu must be a size such as 4096, 32K, 1.5M or 2.5GiB, got 'H200'."),
         (("--gpu", "80"), "--gpu 80 is 80 bytes, and no model fits into less than 1MiB: write 80GiB?"),
-        (("--memory", "0"), "--memory 0 is 0 bytes"),
+        (("--memory", "0"), "--memory 0 is 0 bytes, and no model fits into less than 1MiB."),
+        (("--memory", "80k"), "--memory 80k is 80000 bytes, and no model fits into less than 1MiB."),
+        (("--gpu", "-1GiB"), "--gpu must be a size such as 4096, 32K, 1.5M or 2.5GiB, got '-1GiB'."),
+        (("--context", "-1k"), "--context must be a size such as"),
         (("--gpu", "1GiB", "--memory", "2GiB"), "--gpu 1GiB and --memory 2GiB: give one, for a GPU or for a CPU."),
         (("--tp", "0"), "--tp must be a whole number of at least 1, got '0'."),
         (("--tp", "two"), "--tp must be a whole number of at least 1, got 'two'."),
         (("--tp", "²"), "--tp must be a whole number of at least 1, got '²'."),
         (("--tp", "2", "--memory", "1GiB"), "--tp 2 splits a model among GPUs: give --gpu in place of --memory."),
-        (("--tp", "33"), "--tp 33 is more than the model's 32 query heads, of which each GPU needs one."),
+        (
+            ("--tp", "3"),
+            "--tp 3 does not split the model's 32 query and 32 KV heads evenly: 1, 2, 4, 8, 16 or 32 would.",
+        ),
         (("--context", "4097"), "--context 4097 is not within the window of 4096 tokens"),
-        (("--context", "0"), "--context 0 is not within the window"),
+        (("--context", "0"), "--context 0 is no length of a sequence: give at least 1."),
         (("--context", "long"), "--context must be a size such as"),
         (("--max-model-len", "8192"), "--max-model-len 8192 is not possible"),
         (("--lengths", "/nowhere"), "--lengths /nowhere cannot be read"),
@@ -261,6 +293,19 @@ def test_mistakes_are_one_sentence(
     arguments: tuple[str, ...], words: str, folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refusal(capsys, folder, *arguments)
+
+
+def test_a_file_of_the_folder(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, f"{folder}/config.json").endswith(
+        f"config.json is a file of a model's folder; name the folder, --model {folder}."
+    )
+
+
+def test_sizes_that_no_model_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**published_models.OURS[LLAMA], "head_dim": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = f"--model: {tmp_path}/config.json: head_dim is 4096, and no model has more than 1024."
+    assert refusal(capsys, str(tmp_path)) == expected
 
 
 def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int32_t MAGNITUDE = 0x7fffffff, INFINITE = 0x7f800000;  // of a float's bits; above INFINITE: not a number
 constexpr uint16_t NAN_SCALE = 0x7e00;
-constexpr float LEAST_SCALE = 6.1e-5f, MOST_SCALE = 65504;
+constexpr float LEAST_SCALE = 0x1p-14f, MOST_SCALE = 65504;
 constexpr float ROUND = 0x1.8p23f;  // added to a small number it leaves the nearest whole number in the low bits
 
 // Bits are signed integers: not every instruction set compares unsigned ones.

@@ -185,61 +185,66 @@ inline Slot slot_of(const StorePages &pages, int64_t slot) {
     return {pages.pool + slot / size * pages.block_bytes, slot % size, size};
 }
 
-// Keys of `count` <= N tokens from `first` on, with feedback.
+// A head's keys of `count` <= N tokens from `first` on, with feedback.
 template <int N, class Model>
-void store_fed_keys(const StorePages &pages, const StoreRows &rows, int64_t first, int count, const Row &row) {
+void store_fed_keys(const StorePages &pages, const StoreRows &rows, int64_t head, int64_t first, int count,
+                    const Row &row) {
     const StoreHalf &half = pages.k;
     const KvFormat format = static_cast<KvFormat>(half.format);
     const int64_t dims = pages.head_dim, groups = format == KvFormat::INT4 ? dims / INT4_GROUP : 1;
-    const float largest = format == KvFormat::INT8 ? 127 : 448;
-    for (int64_t head = 0; head < pages.kv_heads; head++) {
-        for (int lane = 0; lane < count; lane++) {
-            widen(static_cast<const Model *>(rows.k) + (first + lane) * rows.k_stride + head * dims, dims, row.x);
-            shape(half, head, dims, row.x);
-            for (int64_t i = 0; i < dims; i++) row.lanes[i * N + lane] = row.x[i];
-            for (int64_t group = 0; group < groups; group++)
-                row.scales[group * N + lane] = format == KvFormat::INT4
-                                                   ? int4_scale_of(row.x + group * INT4_GROUP)
-                                                   : Int4Scale{scale_of_head(row.x, dims, largest), 0};
+    const float largest = format == KvFormat::INT8 ? 127 : 448, *const shares = half.feedback + head * dims * dims;
+    if (count < N) memset(row.lanes, 0, dims * N * sizeof(float));  // of tokens that are not there
+    for (int lane = 0; lane < count; lane++) {
+        widen(static_cast<const Model *>(rows.k) + (first + lane) * rows.k_stride + head * dims, dims, row.x);
+        shape(half, head, dims, row.x);
+        for (int64_t i = 0; i < dims; i++) row.lanes[i * N + lane] = row.x[i];
+        for (int64_t group = 0; group < groups; group++)
+            row.scales[group * N + lane] = format == KvFormat::INT4 ? int4_scale_of(row.x + group * INT4_GROUP)
+                                                                    : Int4Scale{scale_of_head(row.x, dims, largest), 0};
+    }
+    for (int64_t group = 0; group < groups; group++) {
+        Grid<N> grid;
+        for (int lane = 0; lane < N; lane++) {
+            const Int4Scale own = lane < count ? row.scales[group * N + lane] : Int4Scale{NAN_SCALE, 0};
+            grid.set(lane, own.scale, own.zero);
         }
+        const int64_t begin = group * (dims / groups), end = begin + dims / groups;
+        if (format == KvFormat::INT4)
+            encode_fed<N, int4_of, float_of_int4>(grid, 1, begin, end, dims, shares, row.lanes, row.codes);
+        else if (format == KvFormat::INT8)
+            encode_fed<N, int8_of, float_of_int8>(grid, 1, begin, end, dims, shares, row.lanes, row.codes);
+        else
+            encode_fed<N, e4m3_of, float_of_e4m3>(grid, 32, begin, end, dims, shares, row.lanes, row.codes);
+    }
+    uint8_t *codes = static_cast<uint8_t *>(row.numbers);
+    for (int lane = 0; lane < count; lane++) {
+        if (rows.slots[first + lane] < 0) continue;
+        const Slot slot = slot_of(pages, rows.slots[first + lane]);
+        for (int64_t i = 0; i < dims; i++) codes[i] = static_cast<uint8_t>(row.codes[i * N + lane]);
+        place_codes<true>(half, head, dims, slot, codes);
         for (int64_t group = 0; group < groups; group++) {
-            Grid<N> grid;
-            for (int lane = 0; lane < N; lane++) {
-                const Int4Scale own = lane < count ? row.scales[group * N + lane] : Int4Scale{NAN_SCALE, 0};
-                grid.set(lane, own.scale, own.zero);
-            }
-            const int64_t begin = group * (dims / groups), end = begin + dims / groups;
-            const float *shares = half.feedback + head * dims * dims;
-            if (format == KvFormat::INT4)
-                encode_fed<N, int4_of, float_of_int4>(grid, 1, begin, end, dims, shares, row.lanes, row.codes);
-            else if (format == KvFormat::INT8)
-                encode_fed<N, int8_of, float_of_int8>(grid, 1, begin, end, dims, shares, row.lanes, row.codes);
-            else
-                encode_fed<N, e4m3_of, float_of_e4m3>(grid, 32, begin, end, dims, shares, row.lanes, row.codes);
-        }
-        uint8_t *codes = static_cast<uint8_t *>(row.numbers);
-        for (int lane = 0; lane < count; lane++) {
-            if (rows.slots[first + lane] < 0) continue;
-            const Slot slot = slot_of(pages, rows.slots[first + lane]);
-            for (int64_t i = 0; i < dims; i++) codes[i] = static_cast<uint8_t>(row.codes[i * N + lane]);
-            place_codes<true>(half, head, dims, slot, codes);
-            for (int64_t group = 0; group < groups; group++) {
-                const Int4Scale &own = row.scales[group * N + lane];
-                if (format == KvFormat::INT4) put_int4(own, head * groups + group, slot, half);
-                else put(own.scale, head, slot, half.scales);
-            }
+            const Int4Scale &own = row.scales[group * N + lane];
+            if (format == KvFormat::INT4) put_int4(own, head * groups + group, slot, half);
+            else put(own.scale, head, slot, half.scales);
         }
     }
 }
 
+// Keys with feedback, in units of a head and LANES tokens. A head's units follow each other: they share its feedback.
 template <class Model>
-void store_tokens(const StorePages &pages, const StoreRows &rows, int64_t first, int64_t end, const Row &row) {
-    for (int64_t token = first; pages.k.feedback && token < end; token += LANES) {
-        const int count = static_cast<int>(end - token < LANES ? end - token : LANES);
-        if (count == 1) store_fed_keys<1, Model>(pages, rows, token, count, row);
-        else store_fed_keys<LANES, Model>(pages, rows, token, count, row);
+void store_fed_units(const StorePages &pages, const StoreRows &rows, int64_t begin, int64_t end, const Row &row) {
+    const int64_t batches = (rows.tokens + LANES - 1) / LANES;
+    for (int64_t unit = begin; unit < end; unit++) {
+        const int64_t head = unit / batches, first = unit % batches * LANES, left = rows.tokens - first;
+        const int count = static_cast<int>(left < LANES ? left : LANES);
+        if (count == 1) store_fed_keys<1, Model>(pages, rows, head, first, count, row);
+        else store_fed_keys<LANES, Model>(pages, rows, head, first, count, row);
     }
-    for (int64_t token = first; token < end; token++) {
+}
+
+template <class Model>
+void store_tokens(const StorePages &pages, const StoreRows &rows, int64_t begin, int64_t end, const Row &row) {
+    for (int64_t token = begin; token < end; token++) {
         if (rows.slots[token] < 0) continue;
         const Slot to = slot_of(pages, rows.slots[token]);
         if (!pages.k.feedback)
@@ -252,13 +257,16 @@ void store_tokens(const StorePages &pages, const StoreRows &rows, int64_t first,
 template <class Model>
 int32_t store_kv(const StorePages &pages, const StoreRows &rows) {
     constexpr int64_t NUMBERS_PER_THREAD = 1 << 15;  // fewer are not worth waking a thread
-    const int64_t wanted = rows.tokens * pages.kv_heads * pages.head_dim / NUMBERS_PER_THREAD + 1;
+    const int64_t dims = pages.head_dim, batches = (rows.tokens + LANES - 1) / LANES;
+    const int64_t units = pages.k.feedback ? batches * pages.kv_heads : 0;
+    const int64_t wanted = (rows.tokens * pages.kv_heads * dims + units * dims * dims) / NUMBERS_PER_THREAD + 1;
     const int threads = static_cast<int>(wanted < octavo_threads() ? wanted : octavo_threads());
-    const int64_t row_bytes = Row::bytes(pages.head_dim);
+    const int64_t row_bytes = Row::bytes(dims);
     uint8_t *memory = static_cast<uint8_t *>(malloc(threads * row_bytes));
     if (!memory) return 1;
     auto body = [&](int thread) {
-        const Row row = Row::in(memory + thread * row_bytes, pages.head_dim);
+        const Row row = Row::in(memory + thread * row_bytes, dims);
+        store_fed_units<Model>(pages, rows, units * thread / threads, units * (thread + 1) / threads, row);
         store_tokens<Model>(pages, rows, rows.tokens * thread / threads, rows.tokens * (thread + 1) / threads, row);
     };
     on_threads(threads, body);

@@ -1,7 +1,9 @@
 """The path of a GPU, as far as a CPU can walk it: a model whose every tensor is where it was told to be, and whole
 engines with the batches' copy, the kernels and the attention that serve a GPU."""
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,13 +82,26 @@ def test_position_tables_have_the_same_bits_everywhere(tmp_path: Path, monkeypat
     assert set(computed) == {CPU}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_serves_a_gpu_gives_the_same_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        *itertools.product(FAMILIES, ["auto", "int8"]),
+        *((name, "int4") for name in ("head-dim", "qwen3", "gemma3")),  # whose heads 32 divides
+    ],
+)
+def test_what_serves_a_gpu_gives_the_same_tokens(
+    name: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few bits too, with keys that were fitted on the same path."""
     folder = tiny_models.build(tmp_path, VARIANTS[name])
-    expected = Engine(Loaded.load(folder, torch.float32, 128), chunk=64).run(PROMPTS, GREEDY)
+    on_cpu = replace(Loaded.load(folder, torch.float32, 128), kv={"kv_cache_dtype": format})
+    expected = Engine(on_cpu, chunk=64).run(PROMPTS, GREEDY)
     monkeypatch.setattr(ops, "_serve", lambda op, tensor, formats=None: getattr(reference, op))
     monkeypatch.setattr(attention, "attend_alone", attention.attend_together)
-    loaded = Loaded.load(folder, torch.float32, 128)
+    loaded = replace(on_cpu)
+    fits, fits_on_cpu = ([vars(k) for k, _ in each.shapings] for each in (loaded, on_cpu))
+    torch.testing.assert_close(fits, fits_on_cpu, atol=1e-5, rtol=1e-5)
+    assert any(fit["feedback"] is not None for fit in fits) == (format != "auto")
     engine, link = Engine(loaded, chunk=64), CopyLink()
     runner = engine.executor.runner
     runner._builder = BatchBuilder(runner.rows, 64, CPU, link)

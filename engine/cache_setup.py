@@ -4,9 +4,11 @@ a text, first part ──> the format is tried: does it still give the model's a
         second part ─> keys are fitted, so that they lose little (`engine.runner.key_fit`)
 """
 
+import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from configs.kv import LayerKV
 from configs.kv_flags import PLAIN, kv_formats, kv_layers
 from configs.model import SizedConfig
 from configs.settings import Settings
@@ -15,8 +17,7 @@ from engine.errors import StartupError
 from engine.model.base import CausalLM
 from engine.runner.fidelity import MAX_DIVERGENCE, Trial
 from engine.runner.key_fit import KeyFit
-from engine.runner.kv_store import Shapings
-from engine.text.sample import TRIED_TOKENS
+from engine.runner.kv_store import UNSHAPED, Shapings
 
 NOTICEABLE = 0.02
 """Nats a token from which on a warning says that answers differ."""
@@ -31,45 +32,61 @@ def prepare_cache(
     config: SizedConfig,
     model: CausalLM,
     device: Device,
-    token_ids: Sequence[int],
+    texts: tuple[Sequence[int], Sequence[int]],
     window: int,
     static: Sequence[Shapings] | None,
 ) -> tuple[Sequence[Shapings] | None, str]:
     """What is done to K and V of each layer, and what the trial measured, in words: "" where there was none.
 
-    token_ids: the text, may be empty; window: tokens of the longest sequence; static: of the file of scales, if there
-    is one. Raises `StartupError` for nonsense.
+    texts: token ids to try the format with and to fit keys to; window: tokens that the model takes; static: of the file
+    of scales, if there is one. Raises `StartupError` for nonsense.
     """
     plain = config.kv_layers(PLAIN[device.dtype_name])
     layers = kv_layers(settings, config, device.dtype_name)
-    if layers == plain or not token_ids:
-        return static, ""
-    fit = KeyFit.of(model, plain, token_ids[TRIED_TOKENS:] or token_ids, window, device.place)
-    shapings = fit.shapings(layers)
+    if layers == plain:
+        return None, ""
+    tried, read = texts
+
+    @functools.cache
+    def fit() -> KeyFit:
+        return KeyFit.of(model, plain, read, window, device.place)
+
+    def shapings_of(layers: Sequence[LayerKV]) -> list[Shapings]:
+        return fit().shapings(layers) if any(layer.fits_keys for layer in layers) else [UNSHAPED] * len(layers)
+
+    shapings = shapings_of(layers)
     if static is not None:
-        shapings = [_either(*both) for both in zip(static, shapings, strict=True)]
-    trial = Trial(model, plain, token_ids[: min(TRIED_TOKENS, window)], device.place, settings.max_num_batched_tokens)
+        shapings = [prefer_static(*both) for both in zip(static, shapings, strict=True)]
+    if not tried:
+        return shapings, ""
+    trial = Trial(model, plain, tried[:window], device.place, settings.max_num_batched_tokens)
     found = trial.measure(layers, shapings)
     if found.is_nonsense:
         raise StartupError(
             f"{_flags(settings, device)} gives nonsense with this model: {found} (at most {MAX_DIVERGENCE} nats are "
-            f"taken). {_advice(settings, config, device, trial, fit)}"
+            f"taken). {_advice(settings, config, device, trial, shapings_of)}"
         )
     if found.divergence > NOTICEABLE:
         logger.warning("%s changes this model's answers: %s.", _flags(settings, device), found)
     return shapings, str(found)
 
 
-def _either(static: Shapings, fitted: Shapings) -> Shapings:
+def prefer_static(static: Shapings, fitted: Shapings) -> Shapings:
     """A layer may have static scales for K or for V alone."""
     (k, v), (fitted_k, _) = static, fitted
     return (fitted_k if k.channels is None else k), v
 
 
-def _advice(settings: Settings, config: SizedConfig, device: Device, trial: Trial, fit: KeyFit) -> str:
+def _advice(
+    settings: Settings,
+    config: SizedConfig,
+    device: Device,
+    trial: Trial,
+    shapings_of: Callable[[Sequence[LayerKV]], list[Shapings]],
+) -> str:
     for other in _others(settings, device):
         layers = kv_layers(other, config, device.dtype_name)
-        found = trial.measure(layers, fit.shapings(layers))
+        found = trial.measure(layers, shapings_of(layers))
         if not found.is_nonsense:
             without = ", without --kv-cache-scales" if settings.kv_cache_scales is not None else ""
             return f"Use {_flags(other, device)}{without}: {found}."

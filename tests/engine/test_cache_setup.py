@@ -12,21 +12,22 @@ from configs.kv import LayerKV
 from configs.kv_flags import PLAIN, kv_layers
 from configs.settings import Settings
 from engine import LLM, SamplingParams
-from engine.cache_trial import prepare_cache
+from engine.cache_setup import prepare_cache
 from engine.calibration import calibrate
 from engine.device import Device
 from engine.errors import StartupError
+from engine.kv_scales import KVScales
 from engine.model.registry import load_model, read_config
 from engine.runner.fidelity import Trial
 from engine.runner.key_fit import KeyFit
-from engine.runner.kv_scales import KVScales
-from engine.runner.kv_store import UNSHAPED, Shapings
+from engine.runner.kv_store import UNSHAPED, Shapings, static_shapings
 from engine.runner.solo import Solo
 from engine.source import ModelSource
 from engine.text.sample import FIT_TOKENS, SAMPLE, TRIED_TOKENS
 from engine.text.tokenizer import Tokenizer
 
 IDS = list(SAMPLE.encode()[: TRIED_TOKENS + FIT_TOKENS])
+TEXTS = IDS[:TRIED_TOKENS], IDS[TRIED_TOKENS:]
 SMALL = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 32, "max_num_seqs": 4, "num_threads": 1}
 
 
@@ -34,7 +35,7 @@ def trial(folder: Path, **flags: object) -> str:
     settings = Settings.create({**SMALL, **flags})
     config = read_config(folder, trust_remote_code=False)
     model = load_model(folder, config, torch.float32, 512, lambda fraction: None)
-    return prepare_cache(settings, config, model, Device.find(settings), IDS, 512, None)[1]
+    return prepare_cache(settings, config, model, Device.find(settings), TEXTS, 512, None)[1]
 
 
 def refusal(folder: Path, **flags: object) -> str:
@@ -105,7 +106,7 @@ def test_the_engine_does_not_start(tmp_path: Path) -> None:
         assert llm.info.cache.dtype == "int8/int4"
         assert llm.info.cache.bytes_per_token == 2 * (64 + 2 + 32 + 8)
         assert llm.info.cache.plain_bytes_per_token == 2 * (64 + 64) * 4
-        assert llm.info.summary["KV format"].startswith("K int8 (rotated")
+        assert llm.info.summary["KV format"].startswith("K int8 (a scale")
         assert "nats" in llm.info.summary["KV fidelity"]
         [result] = llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))
         assert len(result.outputs[0].token_ids) == 3
@@ -138,8 +139,8 @@ def test_layers_with_static_scales_for_values_alone_have_fitted_keys(tmp_path: P
     config = read_config(tmp_path, trust_remote_code=False)
     model = load_model(tmp_path, config, torch.float32, 512, lambda fraction: None)
     layers = kv_layers(settings, config, "float32")
-    static = KVScales.load(scales).shapings(scales, config.architecture, layers, torch.device("cpu"))
-    shapings, _ = prepare_cache(settings, config, model, Device.find(settings), IDS, 512, static)
+    static = static_shapings(KVScales.load(scales), layers, torch.device("cpu"))
+    shapings, _ = prepare_cache(settings, config, model, Device.find(settings), TEXTS, 512, static)
     assert shapings is not None
     for (k, v), (_, static_v) in zip(shapings, static, strict=True):
         assert k.feedback is not None and v is static_v and v.channels is not None
@@ -150,7 +151,10 @@ def test_where_there_is_no_text_nothing_is_fitted_and_nothing_tried(tmp_path: Pa
     settings = Settings.create({**SMALL, "kv_cache_dtype": "int8"})
     config = read_config(tmp_path, trust_remote_code=False)
     model = load_model(tmp_path, config, torch.float32, 512, lambda fraction: None)
-    assert prepare_cache(settings, config, model, Device.find(settings), [], 512, None) == (None, "")
+    assert prepare_cache(settings, config, model, Device.find(settings), ([], []), 512, None) == (
+        [UNSHAPED] * 2,
+        "",
+    )
 
 
 def test_a29_formats_of_the_default_model() -> None:
