@@ -124,9 +124,11 @@ class Plan:
         return next(option for option in self.options if option.kind == "paging")
 
     @property
-    def cheapest(self) -> Option | None:
-        """The first that holds the load; None where none does, or the memory is not known."""
-        return next((option for option in self.options if option.fits and option.kind != "reservation"), None)
+    def advised(self) -> Option | None:
+        """The first that holds the load, with this model if that can be; None where none does, or the memory is not
+        known."""
+        fitting = [option for option in self.options if option.fits and option.kind != "reservation"]
+        return min(fitting, key=lambda option: option.kind == "heads", default=None)
 
 
 def make_plan(question: Question, lengths: Lengths, context: int | None = None) -> Plan:

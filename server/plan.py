@@ -55,8 +55,8 @@ Flags of octavo serve count as they do there: --dtype, --max-model-len,
 fit is --max-num-seqs requests at once, each as long as 95 % of --lengths are at
 most.
 
-The exit code is 0 if the model would be served, 1 if it does not fit or the
-context does not, 2 if something is wrong.
+The exit code is 0 if the model would be served, with the context if one is
+given, 1 if not, and 2 if something is wrong. A load that does not fit waits.
 """
 
 
@@ -271,7 +271,7 @@ def _way(option: Option) -> tuple[str, ...]:
 
 
 def verdict(plan: Plan) -> list[str]:
-    """Whether the load fits, and the cheapest change with which it does: sentences."""
+    """Whether the load fits, and a change with which it does: sentences."""
     load, memory, paged = plan.load, plan.question.memory, plan.in_pages
     origin = "--context" if plan.is_context_given else "p95"
     requests = f"{_counted(load.count, 'request')} of {_counted(load.tokens, 'token')}"
@@ -291,14 +291,14 @@ def verdict(plan: Plan) -> list[str]:
 
 
 def _advice(plan: Plan) -> list[str]:
-    """The cheapest change with which the load fits: sentences."""
-    best = plan.cheapest
+    """A change with which the load fits: sentences."""
+    best = plan.advised
     if best is None:
         split = f"; --tp {plan.ranks_for_load} does" if plan.ranks_for_load else ""
         return [f"None of the changes above makes it fit alone{split}."]
     if best.kind == "memory":
         return [f"The memory is there: {best.words} gives it to the KV cache."]
-    change = f"The cheapest change with which it fits: {best.words} ({best.bytes_per_token:,} bytes a token)."
+    change = f"With this change it fits: {best.words} ({best.bytes_per_token:,} bytes a token)."
     return [change, f"It may be refused: {TRIED}."] if best.kind == "format" else [change]
 
 

@@ -118,7 +118,7 @@ def test_requests_at_once(models) -> None:
 
 def test_nothing_is_said_of_what_fits_without_a_memory(models) -> None:
     found = plan(models["Llama-2-7B"])
-    assert found.pool is None and found.is_served is None and found.cheapest is None and not found.refusal
+    assert found.pool is None and found.is_served is None and found.advised is None and not found.refusal
     assert all(each.at_p50 is each.at_p95 is each.at_load is each.fits is None for each in found.options)
     assert all(each.memory_bytes is not None for each in found.options)
 
@@ -187,13 +187,14 @@ def test_changes_come_in_the_order_of_their_price(models) -> None:
     sizes = [each.bytes_per_token for each in found.options[1:]]
     assert sizes == [524_288, 262_144, 131_072, 16_384, 266_240, 215_040, 163_840]
     assert not option(found, "paging").fits
-    assert found.cheapest == option(found, "heads", "16 of 32"), "the most KV heads with which the load fits"
+    assert option(found, "heads", "16 of 32").fits, "the most KV heads with which the load fits"
+    assert found.advised == option(found, "format", "--kv-cache-dtype int8"), "of the same model"
 
 
 def test_where_pages_are_enough_no_change_is_needed(models) -> None:
     found = plan(models["Llama-2-7B"], gpu=49)
     assert not option(found, "reservation").fits and option(found, "paging").fits
-    assert found.cheapest == option(found, "paging")
+    assert found.advised == option(found, "paging")
 
 
 def test_a_model_with_one_kv_head_can_only_be_quantised(models) -> None:
@@ -236,7 +237,7 @@ def test_formats_are_what_to_add_to_the_command(given: dict[str, Any], words: li
 def more_memory(name: str, words: str, models: dict[str, Any], **given: Any) -> None:
     """That the flag in these words, in place of what is given, holds the load and is the first advice."""
     found = plan(models[name], **given)
-    best = found.cheapest
+    best = found.advised
     assert not found.in_pages.fits and best is not None and (best.kind, best.words) == ("memory", words)
     assert found.options.index(best) == 2
     flag, value = words.split()
@@ -264,7 +265,7 @@ def test_a_size_that_is_raised(models) -> None:
     more_memory("Llama-2-7B", size, models, memory=200, kv_cache_memory_bytes=1024)
     more_memory("Llama-2-7B", size, models, gpu=80, kv_cache_memory_bytes="200GiB", gpu_memory_utilization=0.2)
     more_memory("Llama-2-7B", size, models, memory=200)
-    assert plan(models["Llama-2-7B"], memory=42, num_gpu_blocks_override=10).cheapest is None
+    assert plan(models["Llama-2-7B"], memory=42, num_gpu_blocks_override=10).advised is None
 
 
 def test_a_share_that_does_not_decide_says_nothing_of_what_a_load_needs(models) -> None:
