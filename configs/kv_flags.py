@@ -36,8 +36,8 @@ def kv_layers(settings: Settings, model: SizedConfig, dtype: DType) -> tuple[Lay
     static = settings.kv_cache_scales is not None
     if static and not (k_format.may_be_static or v_format.may_be_static):
         raise SettingsError(
-            f"--kv-cache-scales {settings.kv_cache_scales} is for a KV cache in fp8_e4m3 or int8, and this one is to be "
-            f"{format_name(settings, dtype)}: leave it out, or use the --kv-cache-dtype it was made for."
+            f"--kv-cache-scales {settings.kv_cache_scales} is for a KV cache in fp8_e4m3 or int8, and this one is to "
+            f"be {format_name(settings, dtype)}: leave it out, or use the --kv-cache-dtype it was made for."
         )
     is_quantised = k_format.is_quantised or v_format.is_quantised
     if settings.kv_refresh_interval is not None and not is_quantised:
