@@ -1,7 +1,7 @@
 """A KV cache in another format than the model's own, made ready at start.
 
-a text, first part ──> the format is tried: does it still give the model's answers? Nonsense is refused
-        second part ─> keys are fitted, so that they lose little (`engine.runner.key_fit`)
+    a text ─> its second part: keys are fitted, so that they lose little (`engine.runner.key_fit`)
+       └────> its first part: the format is tried. Does it still give the model's answers? Nonsense is refused
 """
 
 import functools
