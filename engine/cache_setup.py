@@ -2,6 +2,8 @@
 
     a text ─> its second part: keys are fitted, so that they lose little (`engine.runner.key_fit`)
        └────> its first part: the format is tried. Does it still give the model's answers? Nonsense is refused
+
+The two parts differ, so that a fit is not judged by what it was made from.
 """
 
 import functools

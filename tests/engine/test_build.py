@@ -114,3 +114,21 @@ def test_refreshes_come_from_the_flag_and_are_told(tmp_path: Path) -> None:
     )
     core, ready = build.build_core(without, lambda loading: None)
     assert "refresh" not in ready.summary and core.scheduler.limits.kv_refresh_interval is None
+
+
+def test_what_a_model_computes_does_not_depend_on_how_much_memory_was_free(tmp_path: Path) -> None:
+    """Pools that hold less than the window lower what is served, not the tables of positions nor what keys are fitted
+    by."""
+    path = str(tiny_models.build(tmp_path, tiny_models.TinyModel(head_dim=32)))
+    found = []
+    for blocks in (64, 5):
+        flags = {"kv_cache_dtype": "int4", "dtype": "float32", "num_gpu_blocks_override": blocks, "device": "cpu"}
+        settings = Settings(**flags).model_dump(mode="json")
+        launch = Launch(path, "tiny", settings, (), fit_token_ids=list(range(250)))
+        core, ready = build.build_core(launch, lambda loading: None)
+        pages = core._executor.runner.attention.store.pages  # type: ignore[attr-defined]
+        found.append((ready.cache.max_model_len, [each.k_shaping for each in pages]))
+    (long, whole), (short, limited) = found
+    assert (long, short) == (512, 5 * 16)
+    for one, other in zip(whole, limited, strict=True):
+        assert torch.equal(one.channels, other.channels) and torch.equal(one.centre, other.centre)
