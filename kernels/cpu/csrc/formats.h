@@ -39,6 +39,12 @@ struct Bf16 {
 
     static Units exact(const Vec (&v)[PAIR]) { return or_units(shift_down_16(as_units(v[0])), as_units(v[1])); }
 #if defined(__AVX512F__)
+    // Units of the first numbers, which are the lower half, and the others.
+    static Units interleaved(__m512i numbers) {
+        alignas(64) static constexpr uint16_t order[2 * W] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+        return _mm512_permutexvar_epi16(_mm512_load_si512(order), numbers);
+    }
     static Units looked_up(Units table, const Units (&index)[PAIR]) {
         const Units first = _mm512_permutexvar_epi32(index[0], table);
         return _mm512_mask_mov_epi16(first, 0xaaaaaaaa, _mm512_permutexvar_epi32(index[1], table));
@@ -53,10 +59,7 @@ struct Bf16 {
             _mm512_storeu_si512(to + i / 2 * W, (__m512i)_mm512_cvtne2ps_pbh(v[i + 1], v[i]));
     }
     static Units rounded(const Vec (&v)[PAIR]) {
-        alignas(64) static constexpr uint16_t interleaved[2 * W] = {
-            0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-        return _mm512_permutexvar_epi16(_mm512_load_si512(interleaved), (__m512i)_mm512_cvtne2ps_pbh(v[1], v[0]));
+        return interleaved((__m512i)_mm512_cvtne2ps_pbh(v[1], v[0]));
     }
 #else
     // bf16 is the upper half of a float: products are exact, the first of the pair is added first.

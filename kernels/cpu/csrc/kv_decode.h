@@ -4,42 +4,27 @@
 //     bf16, fp16   widened (fp32 engine)
 //     fp8, int8    codes as numbers, exact in both engines' formats; a token's scale is left to its score or weight
 //     int4         code x scale + zero in fp32, rounded to the engine's format
-//
-// An e4m3 code is read as an fp16 number that is 2^-8 of it; the token's scale makes up for that, exactly.
 
 #pragma once
 
 #include "attention_ahead.h"
+#include "fp8_decode.h"
 
 namespace {
 
-constexpr float E4M3_UNIT = 256;
-
-// Codes of eight bits as fp16, n of them.
-inline void e4m3_to_fp16(const uint8_t *from, int64_t n, uint16_t *to) {
-    for (int64_t i = 0; i < n; i++) to[i] = static_cast<uint16_t>(static_cast<int8_t>(from[i]) * 128 & 0xbf80);
-}
-// Where no scale says that a number is none, its code does.
-inline void static_e4m3_to_fp16(const uint8_t *from, int64_t n, uint16_t *to) {
-    for (int64_t i = 0; i < n; i++) {
-        const uint16_t number = static_cast<uint16_t>(static_cast<int8_t>(from[i]) * 128 & 0xbf80);
-        to[i] = (number & 0x3f80) == 0x3f80 ? 0x7e00 : number;
+// Numbers that lie one by one, those of a unit `stride` codes apart.
+template <class CodeType, Vec NUMBERS(const CodeType *)>
+struct Singles {
+    using Code = CodeType;
+    template <class F>
+    static Units units(const Code *from, int64_t stride) {
+        Vec numbers[F::PAIR];
+        for (int i = 0; i < F::PAIR; i++) numbers[i] = NUMBERS(from + i * stride);
+        return F::exact(numbers);
     }
-}
-inline void e5m2_to_fp16(const uint8_t *from, int64_t n, uint16_t *to) {
-    for (int64_t i = 0; i < n; i++) to[i] = static_cast<uint16_t>(from[i] << 8);
-}
-using ToFp16 = void (*)(const uint8_t *, int64_t, uint16_t *);
-
-// Numbers that lie one by one.
-struct Int8Numbers {
-    using Code = uint8_t;
-    static Vec load_numbers(const Code *p) { return from_int8(p); }
 };
-struct Fp16Numbers {
-    using Code = uint16_t;
-    static Vec load_numbers(const Code *p) { return from_fp16(p); }
-};
+using Int8Numbers = Singles<uint8_t, from_int8>;
+using Fp16Numbers = Singles<uint16_t, from_fp16>;
 
 // Numbers that lie in pairs.
 struct Bf16Pairs {
@@ -66,7 +51,8 @@ struct Fp16Pairs {
 template <class F>
 class Decoder {
     static constexpr int PAIR = F::PAIR, V_ROWS = Tile<F>::V_ROWS;
-    static constexpr int K_PART = 8;  // rows of K that are expanded in a row
+    static constexpr bool STRAIGHT = HAS_FP8_PAIRS && PAIR == 2;  // from fp8 to the engine's numbers
+    static constexpr int K_PART = 16, V_PART = 4;  // rows of K, units of V that are expanded in a row
 
     // K of a tile: of each W tokens the first one, rows of dims or pairs of dims `stride` bytes apart; `run` tokens lie
     // side by side.
@@ -153,7 +139,7 @@ class Decoder {
         const bool one_by_one = PAIR == 1 && (call.k.format == KvFormat::INT8 || is_fp8(call.k));
         return ceil_div(one_by_one ? call.head_dim : call.head_dim / 2, K_PART) * GROUPS;
     }
-    static int64_t v_parts() { return V_ROWS; }
+    static int64_t v_parts() { return V_ROWS / V_PART; }
 
     static bool in_place(const AttentionHalf &half) { return half.format == F::STORED; }
 
@@ -166,8 +152,8 @@ class Decoder {
         return (is_e4m3(half) || half.format == KvFormat::INT8) && half.scales >= 0;
     }
     // Whether there is something left to multiply scores or weights by.
-    static bool leaves_scales(const AttentionHalf &half) { return has_token_scales(half) || is_e4m3(half); }
-    static float unit_of(const AttentionHalf &half) { return is_e4m3(half) ? E4M3_UNIT : 1; }
+    static bool leaves_scales(const AttentionHalf &half) { return has_token_scales(half) || unit_of(half) != 1; }
+    static float unit_of(const AttentionHalf &half) { return is_e4m3(half) && !STRAIGHT ? E4M3_OVER_FP16 : 1; }
 
     Tile<F> tile_in_place(const Pages<F> &pages, const Stored<F> &at, int head) const {
         Tile<F> tile;
@@ -226,10 +212,10 @@ class Decoder {
             case KvFormat::FP16:
                 return split_k<Fp16Pairs>(rows, place.ahead);
             case KvFormat::FP8_E4M3:
-                if (!has_token_scales(call.k)) return fp8_k<static_e4m3_to_fp16>(rows, place.ahead);
-                return fp8_k<e4m3_to_fp16>(rows, place.ahead);
+                if (!has_token_scales(call.k)) return fp8_k<StaticE4m3>(rows, place.ahead);
+                return fp8_k<E4m3>(rows, place.ahead);
             case KvFormat::FP8_E5M2:
-                return fp8_k<e5m2_to_fp16>(rows, place.ahead);
+                return fp8_k<E5m2>(rows, place.ahead);
             case KvFormat::INT8:
                 return numbers_k<Int8Numbers>(rows.at, rows.stride, place.ahead);
             case KvFormat::INT4:
@@ -247,10 +233,10 @@ class Decoder {
             case KvFormat::FP16:
                 return split_v<Fp16Pairs>(rows, place.ahead);
             case KvFormat::FP8_E4M3:
-                if (!has_token_scales(call.v)) return fp8_v<static_e4m3_to_fp16>(rows, place.ahead);
-                return fp8_v<e4m3_to_fp16>(rows, place.ahead);
+                if (!has_token_scales(call.v)) return fp8_v<StaticE4m3>(rows, place.ahead);
+                return fp8_v<E4m3>(rows, place.ahead);
             case KvFormat::FP8_E5M2:
-                return fp8_v<e5m2_to_fp16>(rows, place.ahead);
+                return fp8_v<E5m2>(rows, place.ahead);
             case KvFormat::INT8:
                 return each_v(place.ahead, [&](int t) { numbers_v<Int8Numbers>(rows.at[t], rows.stride, t); });
             case KvFormat::INT4:
@@ -295,7 +281,7 @@ class Decoder {
     static void each_v(Ahead<F> &ahead, Expand expand) {
         for (int t = 0; t < V_ROWS; t++) {
             expand(t);
-            ahead.expand_v();
+            if ((t + 1) % V_PART == 0) ahead.expand_v();
         }
     }
 
@@ -306,11 +292,8 @@ class Decoder {
         each_k(dims / PAIR, ahead, [&, stride](int g, int64_t row, int64_t end) {
             const typename Numbers::Code *from = k[g] + row * PAIR * stride;
             uint32_t *to = k_units + row * TILE + g * W;
-            for (; row < end; row++, to += TILE, from += PAIR * stride) {
-                Vec numbers[PAIR];
-                for (int i = 0; i < PAIR; i++) numbers[i] = Numbers::load_numbers(from + i * stride);
-                store_units(to, F::exact(numbers));
-            }
+            for (; row < end; row++, to += TILE, from += PAIR * stride)
+                store_units(to, Numbers::template units<F>(from, stride));
         });
     }
 
@@ -318,43 +301,42 @@ class Decoder {
     template <class Numbers>
     void numbers_v(const typename Numbers::Code *v, int64_t stride, int t) {
         uint32_t *to = v_units + t * width, *const end = to + width;
-        for (; to < end; to += W, v += W) {
-            Vec numbers[PAIR];
-            for (int i = 0; i < PAIR; i++) numbers[i] = Numbers::load_numbers(v + i * stride);
-            store_units(to, F::exact(numbers));
-        }
+        for (; to < end; to += W, v += W) store_units(to, Numbers::template units<F>(v, stride));
     }
 
     // In two steps: bytes to fp16 in registers as long as there are, then from memory, which widens at no cost.
-    template <ToFp16 convert>
+    template <class Codes>
     NOT_INLINED void fp8_k(const KRows &rows, Ahead<F> &ahead) {
+        if constexpr (STRAIGHT) return numbers_k<Codes>(rows.at, rows.stride, ahead);
         const uint16_t *k[GROUPS];
         uint16_t *to = fp16;
         for (int64_t t = 0; t < TILE; t += rows.run) {
             const uint8_t *from = rows.at[t / W];
             for (int64_t g = t / W; g < (t + rows.run) / W; g++) k[g] = to + g * W - t;
             if (rows.stride == rows.run)
-                convert_run<convert>(from, dims * rows.run, to);
+                convert_run<Codes>(from, dims * rows.run, to);
             else
                 for (int64_t d = 0; d < dims; d++)
-                    convert_run<convert>(from + d * rows.stride, rows.run, to + d * rows.run);
+                    convert_run<Codes>(from + d * rows.stride, rows.run, to + d * rows.run);
             to += dims * rows.run;
         }
         numbers_k<Fp16Numbers>(k, rows.run, ahead);
     }
 
-    template <ToFp16 convert>
+    template <class Codes>
     NOT_INLINED void fp8_v(const VRows &rows, Ahead<F> &ahead) {
-        for (int t = 0; t < V_ROWS; t++) convert_run<convert>(rows.at[t], width * PAIR, fp16 + t * width * PAIR);
+        if constexpr (STRAIGHT)
+            return each_v(ahead, [&](int t) { numbers_v<Codes>(rows.at[t], rows.stride, t); });
+        for (int t = 0; t < V_ROWS; t++) convert_run<Codes>(rows.at[t], width * PAIR, fp16 + t * width * PAIR);
         each_v(ahead, [&](int t) { numbers_v<Fp16Numbers>(fp16 + t * width * PAIR, width, t); });
     }
 
-    template <ToFp16 convert>
+    template <class Codes>
     static void convert_run(const uint8_t *from, int64_t n, uint16_t *to) {
         constexpr int64_t LENGTH = 64;
         int64_t i = 0;
-        for (; i + LENGTH <= n; i += LENGTH) convert(from + i, LENGTH, to + i);
-        convert(from + i, n - i, to + i);
+        for (; i + LENGTH <= n; i += LENGTH) Codes::to_fp16(from + i, LENGTH, to + i);
+        Codes::to_fp16(from + i, n - i, to + i);
     }
 
     template <class Pairs>
