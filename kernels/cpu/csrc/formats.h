@@ -41,8 +41,9 @@ struct Bf16 {
 #if defined(__AVX512F__)
     // Units of the first numbers, which are the lower half, and the others.
     static Units interleaved(__m512i numbers) {
-        alignas(64) static constexpr uint16_t order[2 * W] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+        alignas(64) static constexpr uint16_t order[2 * W] = {
+            0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
         return _mm512_permutexvar_epi16(_mm512_load_si512(order), numbers);
     }
     static Units looked_up(Units table, const Units (&index)[PAIR]) {

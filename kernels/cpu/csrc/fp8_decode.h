@@ -1,5 +1,5 @@
-// Codes of eight bits as numbers: by way of fp16, which holds all of them and which most CPUs widen at no cost; straight
-// as bf16 where there are vectors of 16-bit lanes.
+// Codes of eight bits as numbers: by way of fp16, which holds all of them and which most CPUs widen at no cost; as bf16 at
+// once where there are vectors of 16-bit lanes.
 
 #pragma once
 

@@ -13,18 +13,22 @@
 namespace {
 
 // Numbers that lie one by one, those of a unit `stride` codes apart.
-template <class CodeType, Vec NUMBERS(const CodeType *)>
+template <class Numbers, class CodeType>
 struct Singles {
     using Code = CodeType;
     template <class F>
     static Units units(const Code *from, int64_t stride) {
         Vec numbers[F::PAIR];
-        for (int i = 0; i < F::PAIR; i++) numbers[i] = NUMBERS(from + i * stride);
+        for (int i = 0; i < F::PAIR; i++) numbers[i] = Numbers::load_numbers(from + i * stride);
         return F::exact(numbers);
     }
 };
-using Int8Numbers = Singles<uint8_t, from_int8>;
-using Fp16Numbers = Singles<uint16_t, from_fp16>;
+struct Int8Numbers : Singles<Int8Numbers, uint8_t> {
+    static Vec load_numbers(const Code *p) { return from_int8(p); }
+};
+struct Fp16Numbers : Singles<Fp16Numbers, uint16_t> {
+    static Vec load_numbers(const Code *p) { return from_fp16(p); }
+};
 
 // Numbers that lie in pairs.
 struct Bf16Pairs {

@@ -152,8 +152,9 @@ inline Int4Scale encode_int4(const float *x, uint8_t *__restrict codes) {
     return own;
 }
 
-// The numbers that codes of a group of LANES tokens can stand for: code x scale + zero.
-template <int LANES>
+constexpr int LANES = 16;  // keys that are encoded side by side, where there is feedback
+
+// The numbers that the codes of a group of dims can stand for, of LANES keys: code x scale + zero.
 struct Grid {
     float scale[LANES], zero[LANES];
     int32_t live[LANES];  // all ones, or 0 where a number of the group is not finite
@@ -166,42 +167,57 @@ struct Grid {
     }
 };
 
-// Subtracts the errors' shares from dims [begin, dims) of x.
-template <int LANES>
-void hand_on(const float *error, const float *__restrict shares, int64_t begin, int64_t dims, float *__restrict x) {
-    if constexpr (LANES % W == 0) {
-        Vec errors[LANES / W];
-        for (int part = 0; part < LANES / W; part++) errors[part] = load(error + part * W);
-        for (int64_t i = begin; i < dims; i++) {
-            const Vec share = splat(shares[i]);
-            for (int part = 0; part < LANES / W; part++) {
-                float *to = x + i * LANES + part * W;
-                store(to, sub(load(to), mul(errors[part], share)));
-            }
-        }
-    } else {
-        static_assert(LANES == 1, "whole vectors, or one token");
-        for (int64_t i = begin; i < dims; i++) x[i] -= error[0] * shares[i];
+// A format's codes, what they read as, and the most that one of them is said to have lost, in steps of the scale.
+struct FedInt4 {
+    static constexpr float MOST_LOST = 1;
+    static int32_t of(float x) { return int4_of(x); }
+    static float read(int32_t code) { return float_of_int4(code); }
+};
+struct FedInt8 {
+    static constexpr float MOST_LOST = 1;
+    static int32_t of(float x) { return int8_of(x); }
+    static float read(int32_t code) { return float_of_int8(code); }
+};
+struct FedE4m3 {
+    static constexpr float MOST_LOST = 32;
+    static int32_t of(float x) { return e4m3_of(x); }
+    static float read(int32_t code) { return float_of_e4m3(code); }
+};
+
+// Codes of one dim of LANES keys that do not notice each other, and what these have lost. x: `stride` numbers apart.
+template <class Codes>
+void encode_lanes(const Grid &grid, const float *__restrict x, int64_t stride, int32_t *__restrict codes,
+                  float *__restrict error) {
+    for (int lane = 0; lane < LANES; lane++) {
+        const float now = of_bits(bits_of(x[lane * stride]) & grid.live[lane]), scale = grid.scale[lane];
+        const int32_t code = Codes::of((now - grid.zero[lane]) / scale) & grid.live[lane];
+        const float most = scale * Codes::MOST_LOST, lost = now - (Codes::read(code) * scale + grid.zero[lane]);
+        codes[lane] = code;
+        error[lane] = of_bits(bits_of(clamped(lost, -most, most)) & grid.live[lane]);
     }
 }
 
-// Codes of dims [begin, end) of a head of LANES tokens, which share a grid, with feedback: what a code has lost is
-// subtracted, by its shares, from all dims behind it. Tokens lie side by side and do not notice each other.
-// x, codes: [dims, LANES]; shares: [dims, dims].
-template <int LANES, int32_t CODE(float), float VALUE(int32_t)>
-void encode_fed(const Grid<LANES> &grid, float most_error, int64_t begin, int64_t end, int64_t dims,
-                const float *__restrict shares, float *__restrict x, int32_t *__restrict codes) {
-    for (int64_t i = begin; i < end; i++) {
-        float error[LANES];
-        for (int lane = 0; lane < LANES; lane++) {
-            const float now = of_bits(bits_of(x[i * LANES + lane]) & grid.live[lane]), scale = grid.scale[lane];
-            const int32_t code = CODE((now - grid.zero[lane]) / scale) & grid.live[lane];
-            const float most = scale * most_error, lost = now - (VALUE(code) * scale + grid.zero[lane]);
-            codes[i * LANES + lane] = code;
-            error[lane] = of_bits(bits_of(clamped(lost, -most, most)) & grid.live[lane]);
+// Subtracts LANES errors of dim i from the dims behind it, by their shares, of tokens that lie side by side.
+// x: [dims, LANES]; shares: [dims] of dim i.
+inline void hand_on(const float *error, const float *__restrict shares, int64_t i, int64_t dims, float *__restrict x) {
+    static_assert(LANES % W == 0, "whole vectors");
+    Vec errors[LANES / W];
+    for (int part = 0; part < LANES / W; part++) errors[part] = load(error + part * W);
+    while (++i < dims) {
+        const Vec share = splat(shares[i]);
+        for (int part = 0; part < LANES / W; part++) {
+            float *to = x + i * LANES + part * W;
+            store(to, sub(load(to), mul(errors[part], share)));
         }
-        hand_on<LANES>(error, shares + i * dims, i + 1, dims, x);
     }
+}
+
+// The same of one key. x: [dims], of which those up to dim i are lost.
+inline void hand_on(float error, const float *__restrict shares, int64_t i, int64_t dims, float *__restrict x) {
+    i++;
+    if (dims % W == 0)
+        for (i = i / W * W; i < dims; i += W) store(x + i, sub(load(x + i), mul(splat(error), load(shares + i))));
+    for (; i < dims; i++) x[i] -= error * shares[i];
 }
 
 }  // namespace

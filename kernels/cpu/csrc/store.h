@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <type_traits>
 
@@ -78,13 +79,11 @@ inline void put(uint16_t number, int64_t index, const Slot &slot, int64_t part) 
     memcpy(slot.block + part + (index * slot.block_size + slot.offset) * 2, &number, 2);
 }
 
-constexpr int LANES = 16;  // tokens whose keys are encoded side by side, where there is feedback
-
-// One worker's memory: a head's numbers, and what they become; and the same of LANES tokens.
+// One worker's memory: a head's numbers, and what they become; and the same of LANES keys.
 struct Row {
     float *x;
     void *numbers;
-    float *lanes;  // [dims, LANES]
+    float *lanes;  // [dims, LANES] or [LANES, dims]
     int32_t *codes;  // [dims, LANES]
     Int4Scale *scales;  // [groups, LANES]; of other formats only `scale`, and one group
 
@@ -185,61 +184,109 @@ inline Slot slot_of(const StorePages &pages, int64_t slot) {
     return {pages.pool + slot / size * pages.block_bytes, slot % size, size};
 }
 
-// A head's keys of `count` <= N tokens from `first` on, with feedback.
-template <int N, class Model>
-void store_fed_keys(const StorePages &pages, const StoreRows &rows, int64_t head, int64_t first, int count,
-                    const Row &row) {
-    const StoreHalf &half = pages.k;
-    const KvFormat format = static_cast<KvFormat>(half.format);
+// How keys that get feedback are encoded.
+struct FedKeys {
+    const StorePages &pages;
+    const KvFormat format = static_cast<KvFormat>(pages.k.format);
     const int64_t dims = pages.head_dim, groups = format == KvFormat::INT4 ? dims / INT4_GROUP : 1;
-    const float largest = format == KvFormat::INT8 ? 127 : 448, *const shares = half.feedback + head * dims * dims;
-    if (count < N) memset(row.lanes, 0, dims * N * sizeof(float));  // of tokens that are not there
+
+    const float *shares(int64_t head) const { return pages.k.feedback + head * dims * dims; }
+
+    // Keys' scales, which do not know of any feedback. x: [dims]
+    void find_scales(const float *x, int lane, const Row &row) const {
+        for (int64_t group = 0; group < groups; group++)
+            row.scales[group * LANES + lane] =
+                format == KvFormat::INT4 ? int4_scale_of(x + group * INT4_GROUP)
+                                         : Int4Scale{scale_of_head(x, dims, format == KvFormat::INT8 ? 127 : 448), 0};
+    }
+
+    // Codes of `count` keys. Number of dim i of a key: x[i x dim_stride + lane x lane_stride]. hand_on(i, errors) is told
+    // what dim i has lost.
+    template <class HandOn>
+    void encode(int count, const float *x, int64_t dim_stride, int64_t lane_stride, const Row &row,
+                HandOn hand_on) const {
+        const auto encode_as = [&](auto codes) {
+            Grid grid;
+            for (int64_t i = 0; i < dims; i++) {
+                if (i % (dims / groups) == 0) set_grid(grid, count, row.scales + i / (dims / groups) * LANES);
+                float errors[LANES];
+                encode_lanes<decltype(codes)>(grid, x + i * dim_stride, lane_stride, row.codes + i * LANES, errors);
+                hand_on(i, errors);
+            }
+        };
+        if (format == KvFormat::INT4) encode_as(FedInt4());
+        else if (format == KvFormat::INT8) encode_as(FedInt8());
+        else encode_as(FedE4m3());
+    }
+
+    static void set_grid(Grid &grid, int count, const Int4Scale *scales) {
+        for (int lane = 0; lane < LANES; lane++)
+            lane < count ? grid.set(lane, scales[lane].scale, scales[lane].zero) : grid.set(lane, NAN_SCALE, 0);
+    }
+
+    // Puts the codes and scales of one key where they belong.
+    void put_key(int64_t token_slot, int64_t head, int lane, const Row &row) const {
+        if (token_slot < 0) return;
+        const Slot slot = slot_of(pages, token_slot);
+        uint8_t *codes = static_cast<uint8_t *>(row.numbers);
+        for (int64_t i = 0; i < dims; i++) codes[i] = static_cast<uint8_t>(row.codes[i * LANES + lane]);
+        place_codes<true>(pages.k, head, dims, slot, codes);
+        for (int64_t group = 0; group < groups; group++) {
+            const Int4Scale &own = row.scales[group * LANES + lane];
+            if (format == KvFormat::INT4) put_int4(own, head * groups + group, slot, pages.k);
+            else put(own.scale, head, slot, pages.k.scales);
+        }
+    }
+};
+
+// Keys of a head of up to LANES tokens from `first` on.
+template <class Model>
+void store_fed_head(const StorePages &pages, const StoreRows &rows, int64_t head, int64_t first, const Row &row) {
+    const FedKeys keys{pages};
+    const int64_t dims = pages.head_dim, left = rows.tokens - first;
+    const int count = static_cast<int>(left < LANES ? left : LANES);
+    const float *const shares = keys.shares(head);
+    if (count < LANES) memset(row.lanes, 0, dims * LANES * sizeof(float));  // of tokens that are not there
     for (int lane = 0; lane < count; lane++) {
         widen(static_cast<const Model *>(rows.k) + (first + lane) * rows.k_stride + head * dims, dims, row.x);
-        shape(half, head, dims, row.x);
-        for (int64_t i = 0; i < dims; i++) row.lanes[i * N + lane] = row.x[i];
-        for (int64_t group = 0; group < groups; group++)
-            row.scales[group * N + lane] = format == KvFormat::INT4 ? int4_scale_of(row.x + group * INT4_GROUP)
-                                                                    : Int4Scale{scale_of_head(row.x, dims, largest), 0};
+        shape(pages.k, head, dims, row.x);
+        for (int64_t i = 0; i < dims; i++) row.lanes[i * LANES + lane] = row.x[i];
+        keys.find_scales(row.x, lane, row);
     }
-    for (int64_t group = 0; group < groups; group++) {
-        Grid<N> grid;
-        for (int lane = 0; lane < N; lane++) {
-            const Int4Scale own = lane < count ? row.scales[group * N + lane] : Int4Scale{NAN_SCALE, 0};
-            grid.set(lane, own.scale, own.zero);
-        }
-        const int64_t begin = group * (dims / groups), end = begin + dims / groups;
-        if (format == KvFormat::INT4)
-            encode_fed<N, int4_of, float_of_int4>(grid, 1, begin, end, dims, shares, row.lanes, row.codes);
-        else if (format == KvFormat::INT8)
-            encode_fed<N, int8_of, float_of_int8>(grid, 1, begin, end, dims, shares, row.lanes, row.codes);
-        else
-            encode_fed<N, e4m3_of, float_of_e4m3>(grid, 32, begin, end, dims, shares, row.lanes, row.codes);
-    }
-    uint8_t *codes = static_cast<uint8_t *>(row.numbers);
-    for (int lane = 0; lane < count; lane++) {
-        if (rows.slots[first + lane] < 0) continue;
-        const Slot slot = slot_of(pages, rows.slots[first + lane]);
-        for (int64_t i = 0; i < dims; i++) codes[i] = static_cast<uint8_t>(row.codes[i * N + lane]);
-        place_codes<true>(half, head, dims, slot, codes);
-        for (int64_t group = 0; group < groups; group++) {
-            const Int4Scale &own = row.scales[group * N + lane];
-            if (format == KvFormat::INT4) put_int4(own, head * groups + group, slot, half);
-            else put(own.scale, head, slot, half.scales);
-        }
-    }
+    keys.encode(count, row.lanes, LANES, 1, row, [&](int64_t i, const float *errors) {
+        hand_on(errors, shares + i * dims, i, dims, row.lanes);
+    });
+    for (int lane = 0; lane < count; lane++) keys.put_key(rows.slots[first + lane], head, lane, row);
 }
 
-// Keys with feedback, in units of a head and LANES tokens. A head's units follow each other: they share its feedback.
+// Keys of `count` <= LANES heads from `first` on, of the only token.
+template <class Model>
+void store_fed_token(const StorePages &pages, const StoreRows &rows, int64_t first, int count, const Row &row) {
+    const FedKeys keys{pages};
+    const int64_t dims = pages.head_dim;
+    for (int lane = 0; lane < count; lane++) {
+        float *const x = row.lanes + lane * dims;
+        widen(static_cast<const Model *>(rows.k) + (first + lane) * dims, dims, x);
+        shape(pages.k, first + lane, dims, x);
+        keys.find_scales(x, lane, row);
+    }
+    keys.encode(count, row.lanes, 1, dims, row, [&](int64_t i, const float *errors) {
+        for (int lane = 0; lane < count; lane++)
+            hand_on(errors[lane], keys.shares(first + lane) + i * dims, i, dims, row.lanes + lane * dims);
+    });
+    for (int lane = 0; lane < count; lane++) keys.put_key(rows.slots[0], first + lane, lane, row);
+}
+
+// Keys with feedback, in units of a head and LANES tokens; a head's units follow each other: they share its feedback.
+// Of a single token several heads lie side by side.
 template <class Model>
 void store_fed_units(const StorePages &pages, const StoreRows &rows, int64_t begin, int64_t end, const Row &row) {
     const int64_t batches = (rows.tokens + LANES - 1) / LANES;
-    for (int64_t unit = begin; unit < end; unit++) {
-        const int64_t head = unit / batches, first = unit % batches * LANES, left = rows.tokens - first;
-        const int count = static_cast<int>(left < LANES ? left : LANES);
-        if (count == 1) store_fed_keys<1, Model>(pages, rows, head, first, count, row);
-        else store_fed_keys<LANES, Model>(pages, rows, head, first, count, row);
-    }
+    if (rows.tokens == 1)
+        for (; begin < end; begin += LANES)
+            store_fed_token<Model>(pages, rows, begin, static_cast<int>(std::min<int64_t>(end - begin, LANES)), row);
+    for (; begin < end; begin++)
+        store_fed_head<Model>(pages, rows, begin / batches, begin % batches * LANES, row);
 }
 
 template <class Model>
