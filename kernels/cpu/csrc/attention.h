@@ -3,7 +3,7 @@
 // A row is one query head of one token; it sees the first `seen` tokens of its sequence, or the last `window` of those.
 // Its result is defined by
 //
-//     tiles   of 32 tokens at absolute positions: raw scores (q . k), their maximum, one rescale of what was summed so
+//     tiles   of TILE tokens at absolute positions: raw scores (q . k), their maximum, one rescale of what was summed so
 //             far, weights exp2(score x scale x log2 e - maximum), rounded to the format, weights x V
 //     splits  of 512 tokens at absolute positions: each starts afresh; (maximum, sum, values) are merged in order
 //     sinks   one logit a query head: at the very end it joins the row's maximum and sum
@@ -25,7 +25,8 @@
 //     gather_q(panel, rows)               keeps the panel's queries in its own order
 //     prepare(pages, head, start, tile)   copies what it cannot use where it lies, and points the tile at the copies
 //     score(panel, head, first, last, tile, ahead, to)
-//                                         scores [rows, TILE] of one key/value head, of rows [first, last) at least
+//                                         scores [rows, TILE] of one key/value head, of rows [first, last) and up to
+//                                         SLACK more
 //     add(panel, start, first, last, tile, ahead, weights, rescale, values)
 //                                         values = values x rescale + weights x V, for rows [first, last) of the head:
 //                                         blocks of BLOCK rows, the last block first, while others' weights are made
@@ -103,6 +104,7 @@ class Worker {
 
     const AttentionCall &call;
     const int64_t width;
+    const bool narrow;  // K and V of a tile fit into the smallest cache together
     const float factor;  // from what `weigh` finds in `scores` to exponents of 2
     Engine engine;
     Decoder<F> decoder;
@@ -119,13 +121,14 @@ class Worker {
     static int64_t floats(const AttentionCall &call, int rows) {
         const int64_t padded = round_up(rows, 16), width = width_of(call);
         return Engine::floats(call, rows) + Decoder<F>::floats(call) + ModelRows<F>::scratch_floats(call) +
-               2 * Scratch::size<float>(padded * TILE) + 2 * Scratch::size<float>(padded + W) +
+               2 * Scratch::size<float>((padded + Engine::SLACK) * TILE) + 2 * Scratch::size<float>(padded + W) +
                2 * Sums::floats(rows, width);
     }
 
     Worker(const AttentionCall &call, Scratch scratch, int rows)
         : call(call),
           width(width_of(call)),
+          narrow(call.head_dim <= NARROW_DIMS),
           factor((call.softcap ? call.softcap : call.scale) * LOG2_E),
           engine(call, scratch.part(Engine::floats(call, rows)), rows),
           decoder(call, scratch.part(Decoder<F>::floats(call))),
@@ -134,7 +137,7 @@ class Worker {
                 Engine::ABREAST),
           model_rows(call, scratch.part(ModelRows<F>::scratch_floats(call))) {
         const int64_t padded = round_up(rows, 16);
-        scores = scratch.take<float>(padded * TILE);
+        scores = scratch.take<float>((padded + Engine::SLACK) * TILE);
         weights = scratch.take<uint32_t>(padded * TILE);
         next_max = scratch.take<float>(padded + W);
         rescale = scratch.take<float>(padded + W);
@@ -183,11 +186,12 @@ class Worker {
                 ahead.begin(streaming ? ahead_at : nullptr, last_head ? 0 : head + 1);
                 Tile<F> tile = decoder.tile(pages, stored, head, start, ahead);
                 engine.prepare(pages, head, start, tile);
-                engine.score(panel, head, first, end_row, tile, ahead, scores);
                 int last = end_row, block = block_start(first, last);
+                engine.score(panel, head, narrow ? block : first, last, tile, ahead, scores);
                 weigh(panel, start, block, last, rows);
                 while (block > first) {
                     const int next_block = block_start(first, block);
+                    if (narrow) engine.score(panel, head, next_block, block, tile, ahead, scores);
                     weigh(panel, start, next_block, block, rows);
                     engine.add(panel, start, block, last, tile, ahead, weights, rescale, rows.values);
                     last = block, block = next_block;
@@ -260,7 +264,7 @@ class Worker {
             const Vec top = splat(-next_max[r]);
             Vec weight[GROUPS];
             for (int g = 0; g < GROUPS; g++)
-                weight[g] = exp2_negative(fma(load(scores + r * TILE + g * W), seen(r, g, factors[g], 1), top));
+                weight[g] = F::weight_exp2(fma(load(scores + r * TILE + g * W), seen(r, g, factors[g], 1), top));
             Vec sum = weight[0];
             for (int g = 1; g < GROUPS; g++) sum = add(sum, weight[g]);
             for (int g = 0; SCALED && g < GROUPS; g++)

@@ -8,7 +8,7 @@ namespace {
 
 class AmxEngine {
     static constexpr int ROWS = 16, STEP = 32;  // of a tile register: rows, bf16 numbers in one
-    enum { C0, C1, C2, C3, A, B0, B1 };  // tile registers
+    enum { C0, C1, C2, C3, A0, A1, B0, B1 };  // tile registers
 
     const AttentionCall &call;
     const int64_t dims, width, units;  // of a row: dims rounded up to whole steps, to whole vectors; dim units
@@ -20,7 +20,7 @@ class AmxEngine {
 
   public:
     using Format = Bf16;
-    static constexpr int BLOCK = 16;
+    static constexpr int BLOCK = 16, SLACK = ROWS - 1;
     static constexpr bool ABREAST = false;
 
     static int64_t floats(const AttentionCall &call, int rows) {
@@ -53,7 +53,7 @@ class AmxEngine {
         if (tile_rows != least(panel.rows, ROWS)) {
             tile_rows = least(panel.rows, ROWS);
             TileConfig config;
-            for (int tile = C0; tile <= A; tile++) config.rows[tile] = static_cast<uint8_t>(tile_rows);
+            for (int tile = C0; tile <= A1; tile++) config.rows[tile] = static_cast<uint8_t>(tile_rows);
             configure_tiles(config);
         }
         for (int row = 0; row < panel.all_rows(); row++)
@@ -75,19 +75,23 @@ class AmxEngine {
 
     void score(const Panel &panel, int head, int first, int last, const Tile<Bf16> &tile, Ahead<Bf16> &ahead,
                float *to) const {
-        for (int r = first / ROWS * ROWS; r < last; r += ROWS) {
+        for (int r = first; r < last; r += ROWS) {
             zero_tile<C0>();
             zero_tile<C1>();
+            zero_tile<C2>();
+            zero_tile<C3>();
             for (int64_t d = 0; d < dims; d += STEP) {
-                load_tile<A>(q + (head * panel.rows + r) * dims + d, dims * 2);
-                load_tile<B0>(tile.k[0] + d / 2 * tile.k_stride, tile.k_stride * 4);
-                dot_bf16_tiles<C0, A, B0>();
-                load_tile<B1>(tile.k[1] + d / 2 * tile.k_stride, tile.k_stride * 4);
-                dot_bf16_tiles<C1, A, B1>();
+                load_tile<A0>(q + (head * panel.rows + r) * dims + d, dims * 2);
+                multiply_k<C0, B0>(tile, 0, d);
+                multiply_k<C1, B1>(tile, 1, d);
+                multiply_k<C2, B0>(tile, 2, d);
+                multiply_k<C3, B1>(tile, 3, d);
                 ahead.score();
             }
             store_tile<C0>(to + r * TILE, TILE * 4);
             store_tile<C1>(to + r * TILE + W, TILE * 4);
+            store_tile<C2>(to + r * TILE + 2 * W, TILE * 4);
+            store_tile<C3>(to + r * TILE + 3 * W, TILE * 4);
         }
     }
 
@@ -108,29 +112,39 @@ class AmxEngine {
     }
 
   private:
-    // products[ROWS][d ...] = weights (in tile A) . v
+    // C += queries (in tile A0) . K of W tokens
     template <int C, int B>
-    void multiply(const uint32_t *v, int64_t stride, int64_t d) const {
+    static void multiply_k(const Tile<Bf16> &tile, int g, int64_t d) {
+        load_tile<B>(tile.k[g] + d / 2 * tile.k_stride, tile.k_stride * 4);
+        dot_bf16_tiles<C, A0, B>();
+    }
+
+    // products[ROWS][d ...] = weights (in tiles A0 and A1) . V
+    template <int C>
+    void multiply_v(const uint32_t *const (&v)[2], int64_t stride, int64_t d) const {
         zero_tile<C>();
-        load_tile<B>(v + d, stride * 4);
-        dot_bf16_tiles<C, A, B>();
+        load_tile<B0>(v[0] + d, stride * 4);
+        dot_bf16_tiles<C, A0, B0>();
+        load_tile<B1>(v[1] + d, stride * 4);
+        dot_bf16_tiles<C, A1, B1>();
         store_tile<C>(products + d, width * 4);
     }
 
     void add_rows(const Tile<Bf16> &tile, int first, int last, const uint32_t *weights, const float *rescale,
                   float *values) const {
-        const uint32_t *const v = tile.v[0];
-        const int64_t stride = tile.v[1] - v, row = width;
+        const uint32_t *const v[2] = {tile.v[0], tile.v[STEP / 2]};
+        const int64_t stride = tile.v[1] - tile.v[0], row = width;
         for (int begin = first; begin < last; begin += ROWS) {
-            load_tile<A>(weights + begin * TILE / 2, TILE * 2);
+            load_tile<A0>(weights + begin * TILE / 2, TILE * 2);
+            load_tile<A1>(weights + begin * TILE / 2 + STEP / 2, TILE * 2);
             int64_t d = 0;
             for (; d + 4 * W <= row; d += 4 * W) {
-                multiply<C0, B0>(v, stride, d);
-                multiply<C1, B1>(v, stride, d + W);
-                multiply<C2, B0>(v, stride, d + 2 * W);
-                multiply<C3, B1>(v, stride, d + 3 * W);
+                multiply_v<C0>(v, stride, d);
+                multiply_v<C1>(v, stride, d + W);
+                multiply_v<C2>(v, stride, d + 2 * W);
+                multiply_v<C3>(v, stride, d + 3 * W);
             }
-            for (; d < row; d += W) multiply<C0, B0>(v, stride, d);
+            for (; d < row; d += W) multiply_v<C0>(v, stride, d);
             const float *product = products;
             for (int r = begin; r < least(begin + ROWS, last); r++) {
                 const Vec factor = splat(rescale[r]);
@@ -140,8 +154,12 @@ class AmxEngine {
         }
     }
 
+    // Inside each step, and both alike.
     static bool evenly_spaced(const Tile<Bf16> &tile) {
-        return tile.v[Tile<Bf16>::V_ROWS - 1] - tile.v[0] == (tile.v[1] - tile.v[0]) * (Tile<Bf16>::V_ROWS - 1);
+        constexpr int last = STEP / 2 - 1;
+        const int64_t stride = tile.v[1] - tile.v[0];
+        return tile.v[last] - tile.v[0] == stride * last &&
+               tile.v[last + 1 + last] - tile.v[last + 1] == stride * last;
     }
 
     // V of the tokens [begin, end) in one run at `to`; the others are 0.

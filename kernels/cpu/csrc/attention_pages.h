@@ -43,11 +43,15 @@ struct AttentionCall {
 
 namespace {
 
+#if defined(__AVX512F__)
+constexpr int TILE = 64;
+#else
 constexpr int TILE = 32;
+#endif
 constexpr int SPLIT = 512;
 constexpr int GROUPS = TILE / W;  // vectors of tokens in a tile
 constexpr int PANEL_ROWS = 192;  // most rows of a panel
-constexpr int NARROW_PANEL_ROWS = 64, NARROW_DIMS = 64;  // of one whose sums stay in the smallest cache
+constexpr int NARROW_PANEL_ROWS = 128, NARROW_DIMS = 64;  // of one whose K, V and sums stay in the smallest cache
 constexpr float LOG2_E = 1.44269504f;
 constexpr int STREAMING_ROWS = 16;  // with so few rows a key/value head, memory is what takes the time
 

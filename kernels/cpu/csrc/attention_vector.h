@@ -90,7 +90,7 @@ class VectorEngine {
 
   public:
     using Format = F;
-    static constexpr int BLOCK = PANEL_ROWS;
+    static constexpr int BLOCK = PANEL_ROWS, SLACK = 0;
     static constexpr bool ABREAST = true;
 
     static int64_t floats(const AttentionCall &call, int rows) {

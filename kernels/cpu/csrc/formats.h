@@ -20,6 +20,8 @@ struct Fp32 {
     static void pack(uint32_t *to, const Vec (&v)[N]) {
         for (int i = 0; i < N; i++) store(reinterpret_cast<float *>(to) + i * W, v[i]);
     }
+    // 2^x as exact as weights of the format need it, for x <= 0.
+    static Vec weight_exp2(Vec x) { return exp2_negative(x); }
     // Units of floats: lane by lane, v[0] the first number of a unit.
     static Units rounded(const Vec (&v)[PAIR]) { return as_units(v[0]); }
     // The same of floats that are numbers of the format already.
@@ -37,6 +39,7 @@ struct Bf16 {
     static constexpr KvFormat STORED = KvFormat::BF16;
     static constexpr int PAIR = 2;
 
+    static Vec weight_exp2(Vec x) { return exp2_negative_coarse(x); }
     static Units exact(const Vec (&v)[PAIR]) { return or_units(shift_down_16(as_units(v[0])), as_units(v[1])); }
 #if defined(__AVX512F__)
     // Units of the first numbers, which are the lower half, and the others.

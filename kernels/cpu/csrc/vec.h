@@ -242,23 +242,28 @@ inline float sum_of(Vec v) {
     return sum;
 }
 
-// 2^x for x <= 0 (and up to 127), within 1 ulp; exactly 1 at 0, 0 below -126.5 (for -inf too), NaN for NaN. The
-// polynomial is the minimax one of degree 6 on [-0.5, 0.5] among those that are 1 at 0.
-inline Vec exp2_negative(Vec x) {
+// 2^x for x <= 0 (and up to 127), by a polynomial: exactly 1 at 0, 0 below -126.5 (for -inf too), NaN for NaN. The
+// coefficients, of the highest power first and without the last, which is 1, are minimax ones on [-0.5, 0.5].
+template <int DEGREE>
+Vec exp2_by(const float (&coefficients)[DEGREE], Vec x) {
     // A float of this size has no fraction bits, and its low bits are the whole number + 127.
     const Vec magic = splat(0x1.8p23f + 127);
     x = max(splat(-127.0f), x);
     const Vec shifted = add(x, magic);
     const Vec f = sub(x, sub(shifted, magic));
-    Vec p = splat(0x1.41fbbcp-13f);
-    p = fma(p, f, splat(0x1.5f3e54p-10f));
-    p = fma(p, f, splat(0x1.3b2d4cp-7f));
-    p = fma(p, f, splat(0x1.c6aee8p-5f));
-    p = fma(p, f, splat(0x1.ebfbdcp-3f));
-    p = fma(p, f, splat(0x1.62e43p-1f));
+    Vec p = splat(coefficients[0]);
+    for (int i = 1; i < DEGREE; i++) p = fma(p, f, splat(coefficients[i]));
     p = fma(p, f, splat(1.0f));
     return mul(p, shift_up_23(shifted));
 }
+
+// Within 1 ulp.
+inline Vec exp2_negative(Vec x) {
+    return exp2_by({0x1.41fbbcp-13f, 0x1.5f3e54p-10f, 0x1.3b2d4cp-7f, 0x1.c6aee8p-5f, 0x1.ebfbdcp-3f, 0x1.62e43p-1f}, x);
+}
+
+// Within 1.02e-4 of it: a twentieth of what rounding to bf16 may do.
+inline Vec exp2_negative_coarse(Vec x) { return exp2_by({0x1.c2a1cp-5f, 0x1.f00c5p-3f, 0x1.62f5fcp-1f}, x); }
 
 // tanh(x) within 6 ulps, 1 but for 2 of them from 9 on, NaN for NaN: x P(x^2) / Q(x^2), minimax on [-9, 9].
 inline Vec tanh_of(Vec x) {
