@@ -3,8 +3,8 @@
 // A row is one query head of one token; it sees the first `seen` tokens of its sequence, or the last `window` of those.
 // Its result is defined by
 //
-//     tiles   of TILE tokens at absolute positions: raw scores (q . k), their maximum, one rescale of what was summed so
-//             far, weights exp2(score x scale x log2 e - maximum), rounded to the format, weights x V
+//     tiles   of TILE tokens at absolute positions: raw scores (q . k), their maximum, one rescale of what was summed
+//             so far, weights exp2(score x scale x log2 e - maximum), rounded to the format, weights x V
 //     splits  of 512 tokens at absolute positions: each starts afresh; (maximum, sum, values) are merged in order
 //     sinks   one logit a query head: at the very end it joins the row's maximum and sum
 //
@@ -12,8 +12,8 @@
 // takes the place of score x scale. The sums begin at the first tile and split that hold a token the row sees. Tokens
 // that a row does not see add nothing to it, whatever their slots hold; pages of which no row of a panel sees anything
 // are not read, nor are their entries of the block table. Everything else here only decides which rows share a loaded
-// tile (all query heads of a key/value head; in prefill those of several tokens too) and which thread computes what.
-// Pages are read in place.
+// tile (all query heads of a key/value head; in prefill those of several tokens too; in decode those of sequences that
+// begin with the same pages) and which thread computes what. Pages are read in place.
 //
 // The format is that in which the engine multiplies, bf16 or fp32. K and V of other formats become numbers of it a tile
 // at a time (kv_decode.h), queries and results a row at a time (attention_rows.h). A token's scale of K multiplies its
@@ -61,29 +61,31 @@ struct Sums {
         memset(values, 0, sizeof(float) * rows * width);
     }
 
-    // Row = next.
-    void adopt(const Sums &next, int row) const {
-        maximum[row] = next.maximum[row];
-        memcpy(weight + row * W, next.weight + row * W, sizeof(float) * W);
-        memcpy(values + row * width, next.values + row * width, sizeof(float) * width);
+    // This one row = the next one.
+    void adopt(const Sums &next) const {
+        maximum[0] = next.maximum[0];
+        memcpy(weight, next.weight, sizeof(float) * W);
+        memcpy(values, next.values, sizeof(float) * width);
     }
 
-    // Row = row (+) next.
-    void merge(const Sums &next, int row) const {
-        const float top = larger(maximum[row], next.maximum[row]);
-        const Vec a = exp2_negative(splat(maximum[row] - top)), b = exp2_negative(splat(next.maximum[row] - top));
-        store(weight + row * W, fma(load(next.weight + row * W), b, mul(load(weight + row * W), a)));
-        for (int64_t d = row * width; d < (row + 1) * width; d += W)
+    // This one row = row (+) the next one.
+    void merge(const Sums &next) const {
+        const float top = larger(maximum[0], next.maximum[0]);
+        const Vec a = exp2_negative(splat(maximum[0] - top)), b = exp2_negative(splat(next.maximum[0] - top));
+        store(weight, fma(load(next.weight), b, mul(load(weight), a)));
+        for (int64_t d = 0; d < width; d += W)
             store(values + d, fma(load(next.values + d), b, mul(load(values + d), a)));
-        maximum[row] = top;
+        maximum[0] = top;
     }
 
-    // The panel's rows = rows (+) next, what they see of a split.
-    void merge(const Panel &panel, const Sums &next, int64_t split) const {
-        const int64_t from = split * SPLIT;
+    // The panel's rows = rows (+) next, what those of `part`, the panel or one token of it, see of a split.
+    void merge(const Panel &panel, const Panel &part, const Sums &next, int64_t split) const {
+        const int64_t from = split * SPLIT, offset = (part.token - panel.token) * panel.heads;
         for (int head = 0; head < panel.kv_heads; head++)
-            for (int r = panel.first_row(from); r < panel.end_row(from + SPLIT); r++)
-                panel.begin(r) < from ? merge(next, head * panel.rows + r) : adopt(next, head * panel.rows + r);
+            for (int r = part.first_row(from); r < part.end_row(from + SPLIT); r++) {
+                const Sums row = from_row(head * panel.rows + offset + r), more = next.from_row(head * part.rows + r);
+                part.begin(r) < from ? row.merge(more) : row.adopt(more);
+            }
     }
 
     // A logit (base 2) that has no value joins the row.
@@ -154,7 +156,7 @@ class Worker {
         attend_split(panel, first, end, total);
         for (int64_t split = first + 1; split < last; split++) {
             attend_split(panel, split, end, split_sums);
-            total.merge(panel, split_sums, split);
+            total.merge(panel, panel, split_sums, split);
         }
     }
 

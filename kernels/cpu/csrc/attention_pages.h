@@ -49,11 +49,12 @@ constexpr int TILE = 64;
 constexpr int TILE = 32;
 #endif
 constexpr int SPLIT = 512;
+constexpr int64_t NO_WINDOW = INT32_MAX;  // tokens: no sequence has more
 constexpr int GROUPS = TILE / W;  // vectors of tokens in a tile
 constexpr int PANEL_ROWS = 192;  // most rows of a panel
 constexpr int NARROW_PANEL_ROWS = 128, NARROW_DIMS = 64;  // of one whose K, V and sums stay in the smallest cache
 constexpr float LOG2_E = 1.44269504f;
-constexpr int STREAMING_ROWS = 16;  // with so few rows a key/value head, memory is what takes the time
+constexpr int STREAMING_ROWS = 32;  // with so few rows a key/value head, memory is what takes the time
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -82,14 +83,21 @@ struct Scratch {
     }
 };
 
-// Rows of one sequence that walk its pages together: for each of `kv_heads` key/value heads `rows` rows, these being
-// query heads [first_head, first_head + heads) of the head's group, of `tokens` tokens from `token` on, token by token.
+// Rows that walk pages together: for each of `kv_heads` key/value heads `rows` rows, these being query heads
+// [first_head, first_head + heads) of the head's group, of `tokens` tokens from `token` on, token by token. The tokens
+// are of one sequence; or, where `shared` is not 0, each is the last one of its sequence, `sequence` being the first of
+// these, and they walk the first `shared` tokens, a multiple of SPLIT, which have the same pages in all of them.
 struct Panel {
     int64_t sequence, kv_head, token, first_head;
     int kv_heads, heads, tokens, rows;
     int64_t seen;  // where the sight of the first token's rows ends; each further token sees one more
     int64_t window;
+    int64_t shared = 0;
 
+    // The rows of token i, which see `seen` tokens of their own sequence.
+    Panel alone(int i, int64_t seen) const {
+        return {sequence + i, kv_head, token + i, first_head, kv_heads, heads, 1, heads, seen, window};
+    }
     int all_rows() const { return rows * kv_heads; }
     int64_t kv_head_of(int row) const { return kv_head + row / rows; }
     // The row's query head, of `group` for each key/value head, and its token.
@@ -117,7 +125,6 @@ struct Panel {
     int64_t first_tile() const { return all_begin() / TILE * TILE; }
     int64_t first_split() const { return all_begin() / SPLIT; }
     int64_t end_split() const { return ceil_div(all_end(), SPLIT); }
-    int64_t splits() const { return end_split() - first_split(); }
     int64_t cost() const { return all_rows() * ceil_div(all_end() - first_tile(), TILE); }
 };
 
