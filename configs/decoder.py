@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from configs.kv import KVFormat, LayerKV
-from configs.model import ITEMSIZE, DType, GenerationDefaults, SizedConfig, architecture, declared_dtype
+from configs.model import (
+    ITEMSIZE,
+    DType,
+    GenerationDefaults,
+    Quantization,
+    SizedConfig,
+    architecture,
+    declared_dtype,
+)
 from configs.model_fields import MIN_POSITIONS, Fields
 from configs.model_rope import RopeConfig, RopeContext, read_rope, read_theta, rope_parameters, windows
 
@@ -64,24 +72,47 @@ class DecoderConfig(SizedConfig):
 
     @property
     def num_parameters(self) -> int:
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (2 * queries + 2 * keys)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        biases = self.qkv_bias * (queries + 2 * keys) + self.o_bias * self.hidden_size
-        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self._norm_parameters + self.num_layers * (attention + mlp + biases)
+        embedding = 0 if self.tie_word_embeddings else self._embedding_parameters
+        return embedding + self._linear_parameters + self._bias_parameters + self._norm_parameters
 
-    def weight_bytes(self, dtype: DType) -> int:
+    def weight_bytes(self, dtype: DType, quantization: Quantization = "none") -> int:
         """Memory of the loaded weights. A tied head is a second, packed copy of the embedding table."""
-        copies = self.vocab_size * self.hidden_size if self.tie_word_embeddings else 0
-        norms = self._norm_parameters
-        norm_size = ITEMSIZE["float32" if self.zero_centred_norms else dtype]
-        return (self.num_parameters + copies - norms) * ITEMSIZE[dtype] + norms * norm_size
+        size = ITEMSIZE[dtype]
+        if quantization == "int8":
+            linear = self._linear_parameters + self._linear_outputs * ITEMSIZE["float32"]
+        else:
+            linear = self._linear_parameters * size
+        norm_size = ITEMSIZE["float32"] if self.zero_centred_norms else size
+        others = self._embedding_parameters + self._bias_parameters
+        return linear + others * size + self._norm_parameters * norm_size
 
     def table_bytes(self, window: int) -> int:
         """Cosines and sines in fp32, of each rope."""
         return (1 if self.local_rope is None else 2) * window * self.rotary_dim * ITEMSIZE["float32"]
+
+    @property
+    def _embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def _linear_parameters(self) -> int:
+        """Of the weights that are multiplied by, the head's too."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention, mlp = 2 * queries + 2 * keys, 3 * self.intermediate_size
+        return self.hidden_size * (self.vocab_size + self.num_layers * (attention + mlp))
+
+    @property
+    def _linear_outputs(self) -> int:
+        attention = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.hidden_size
+        mlp = 2 * self.intermediate_size + self.hidden_size
+        return self.vocab_size + self.num_layers * (attention + mlp)
+
+    @property
+    def _bias_parameters(self) -> int:
+        biases = self.qkv_bias * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        biases += self.o_bias * self.hidden_size
+        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        return self.num_layers * biases
 
     @property
     def _norm_parameters(self) -> int:

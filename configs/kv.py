@@ -37,6 +37,8 @@ class KVFormat(enum.Enum):
     INT4 = "int4"
     """With a scale and a zero point for each token, head and `INT4_GROUP` numbers."""
 
+    __hash__ = object.__hash__  # each member exists once; Enum's own hash is Python, and every kernel call asks for it
+
     @property
     def bits(self) -> int:
         return {KVFormat.FP32: 32, KVFormat.BF16: 16, KVFormat.FP16: 16, KVFormat.INT4: 4}.get(self, 8)
@@ -83,7 +85,7 @@ class LayerKV:
     static: bool = False
     """Scales are fixed beforehand, for each head and dim, and do not lie in the block."""
 
-    @property
+    @cached_property
     def formats(self) -> tuple[KVFormat, KVFormat]:
         """(of K, of V)"""
         return self.format, self.value_format or self.format

@@ -96,9 +96,11 @@ def load(argv: Sequence[str], environ: Mapping[str, str] | None = None, others: 
 
 
 # ---------------------------------------------------------------- flags
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
+    """Of a command, `prog`: what is wrong is raised as `SettingsError`, one sentence."""
+
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message.removeprefix('argument ')}; see octavo serve --help.")
+        raise SettingsError(f"{message.removeprefix('argument ')}; see {self.prog} --help.")
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -110,7 +112,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 def make_parser() -> argparse.ArgumentParser:
     """A parser with one flag for each field of `Settings`, grouped. Values stay text: `Settings` reads them."""
-    parser = _Parser(
+    parser = FlagParser(
         prog="octavo serve",
         usage="octavo serve [MODEL] [flags]",
         description=_DESCRIPTION,

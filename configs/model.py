@@ -22,6 +22,8 @@ from configs.sampling_limits import RANGES
 
 DType = Literal["bfloat16", "float16", "float32"]
 ITEMSIZE: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+Quantization = Literal["none", "int8"]
+"""Of the weights of linear layers. none: they have the model's dtype; int8: one scale for each output."""
 MAX_WINDOW = 2**24
 """Tokens of a sequence: positions are tabulated, and the pages of a sequence named, for each of them. No published
 model has more."""
@@ -76,8 +78,8 @@ class SizedConfig(ModelConfig, ABC):
         """Numbers stored in the checkpoint; a tied head counts once."""
 
     @abstractmethod
-    def weight_bytes(self, dtype: DType) -> int:
-        """Memory of the loaded weights."""
+    def weight_bytes(self, dtype: DType, quantization: Quantization = "none") -> int:
+        """Memory of the loaded weights. Raises `StartupError` where the model cannot be quantised."""
 
     def table_bytes(self, window: int) -> int:
         """Memory of what is tabulated at load for every position up to `window`."""

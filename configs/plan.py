@@ -18,9 +18,9 @@ from configs.model import DType, SizedConfig
 from configs.plan_costs import paged_bytes, payload_bytes, reserved_bytes, useful_share
 from configs.plan_lengths import Lengths
 from configs.plan_model import query_heads
-from configs.plan_options import Load, Option, Question, options
+from configs.plan_options import Load, Option, Question, in_mib, options
 from configs.pool import Costs, PoolPlan
-from configs.settings import Settings
+from configs.settings import Settings, flag
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,15 @@ class Plan:
     def in_pages(self) -> Option:
         """How octavo serve would hold the load, with nothing changed."""
         return next(option for option in self.options if option.kind == "paging")
+
+    @property
+    def told_on_a_cpu(self) -> str | None:
+        """The flag that gives the load its pools where a CPU has the memory: of itself a CPU gives them a part only.
+        None on a GPU, where a flag decides already, and where no pools hold the load."""
+        question, size = self.question, self.in_pages.pool_bytes
+        if size is None or question.memory is None or question.memory.is_gpu or question.is_sized_by_a_flag:
+            return None
+        return f"{flag('kv_cache_memory_bytes')} {in_mib(size)}"
 
     @property
     def advised(self) -> Option | None:

@@ -83,9 +83,9 @@ def _pool_of(settings: Settings, costs: Costs, size: int) -> PoolPlan | None:
 def memory_for(settings: Settings, costs: Costs, pool_bytes: int, memory: Memory | None) -> int:
     """Free memory from which weights, a step's work and pools of this size are a permitted share. `memory`: which kind;
     None: a GPU's."""
-    is_gpu = memory is None or memory.is_gpu
-    taken = costs.weight_bytes + costs.work_bytes(is_gpu) + pool_bytes
-    share = settings.gpu_memory_utilization or (GPU_SHARE if is_gpu else 1.0)
+    memory = memory or Memory(0, is_gpu=True)
+    taken = costs.weight_bytes + sum(costs.work(memory).values()) + pool_bytes
+    share = settings.gpu_memory_utilization or (GPU_SHARE if memory.is_gpu else 1.0)
     if settings.num_gpu_blocks_override is not None or settings.kv_cache_memory_bytes is not None:
         share = 1.0  # they stand above it
     return math.ceil(taken / Fraction(share)) + 1  # a share of it is rounded down

@@ -6,13 +6,12 @@ Octavo's own log (--log-format json) is one. Other lines are passed over, and re
 
 import json
 import math
-import stat
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from configs.errors import SettingsError, reason_of, shown
+from configs.errors import SettingsError, shown
+from configs.files import open_text
 
 LOG_KEYS = ("prompt_tokens", "generated_tokens")
 """Of Octavo's log."""
@@ -22,8 +21,6 @@ ASSUMED_P50, ASSUMED_P95 = 1024, 4096
 """Prompt and output together, where no trace is given: a log-normal distribution with these quantiles."""
 POINTS = 1000
 """The assumed distribution is cut into so many equally likely parts."""
-MAX_MIB = 256
-"""Of a trace: more requests say no more."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +64,8 @@ def assumed_lengths() -> Lengths:
 
 def read_lengths(path: str) -> Lengths:
     """Raises `SettingsError` for a file that is no trace, naming line and value."""
-    try:
-        with _checked(path).open(encoding="utf-8-sig") as file:
-            totals = [_total(line, f"{path}: line {number}") for number, line in enumerate(file, 1) if line.strip()]
-    except (OSError, RuntimeError) as error:  # RuntimeError: '~' of nobody
-        reason = getattr(error, "strerror", None) or reason_of(error)
-        raise SettingsError(f"--lengths {path} cannot be read: {reason}.") from None
-    except UnicodeDecodeError:
-        raise SettingsError(f"--lengths {path} is not UTF-8 text.") from None
+    with open_text("--lengths", path) as file:
+        totals = [_total(line, f"{path}: line {number}") for number, line in enumerate(file, 1) if line.strip()]
     tokens = sorted(filter(None, totals))
     if not tokens:
         pairs = ", or ".join(f"{prompt} and {output}" for prompt, output in KEYS)
@@ -86,17 +77,6 @@ def read_lengths(path: str) -> Lengths:
     if others := len(totals) - len(tokens):
         words += f"; {others:,} other line{'s' * (others > 1)} passed over"
     return Lengths(tuple(tokens), words)
-
-
-def _checked(path: str) -> Path:
-    """A pipe may never end, nor a device."""
-    place = Path(path).expanduser()
-    found = place.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise SettingsError(f"--lengths {path} is not a regular file.")
-    if found.st_size > MAX_MIB * 2**20:
-        raise SettingsError(f"--lengths {path} has more than {MAX_MIB} MiB: give a part of it.")
-    return place
 
 
 def _total(line: str, place: str) -> int | None:

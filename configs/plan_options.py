@@ -1,5 +1,6 @@
 """Ways to hold a load of requests, each with its number: reservation in one piece beside pages; then, from the cheapest
-to the dearest, more of the memory that is there, fewer KV heads (another model) and quantisation."""
+to the dearest, more of the memory that is there, fewer requests at once, fewer KV heads (another model) and
+quantisation."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ MAX_PERCENT = 95
 MAX_RANKS = 64
 MIB = 2**20
 
-Kind = Literal["reservation", "paging", "memory", "heads", "format"]
+Kind = Literal["reservation", "paging", "memory", "requests", "heads", "format"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,12 @@ class Question:
         count = self.fitting(load.tokens)
         return None if count is None else count >= load.count
 
+    @property
+    def is_sized_by_a_flag(self) -> bool:
+        given = self.settings
+        sizes = given.num_gpu_blocks_override, given.kv_cache_memory_bytes, given.gpu_memory_utilization
+        return any(size is not None for size in sizes)
+
     def ranks_needed(self, is_enough: Callable[["Question"], bool]) -> int | None:
         """GPUs of this size among which to split the model. None where it need not or cannot be."""
         if self.memory is None or not self.memory.is_gpu or is_enough(self):
@@ -123,17 +130,20 @@ def options(question: Question, lengths: Lengths, load: Load) -> Iterator[Option
     yield paged
     if not paged.fits and paged.pool_bytes is not None and (more := _more_memory(question, load, paged.pool_bytes)):
         yield _option(more[0], lengths, load, "memory", more[1])
+    if fewer := _fewer_requests(question, lengths, load):
+        yield fewer
     now = max(kv_heads(question.model))
     for count in _fewer_heads(question, load, now):
         other = replace(question, model=with_kv_heads(question.model, count))
         yield _option(other, lengths, load, "heads", f"another model: {count} of {now} KV heads")
-    for k_format, v_format in QUANTISED:
-        other, words = _quantised(question, k_format, v_format)
+    seen = {paged.bytes_per_token}
+    for other, words in _quantised(question):
         try:
             option = _option(other, lengths, load, "format", words)
         except SettingsError:  # heads that cannot be cut into groups for four bits
             continue
-        if option.bytes_per_token < paged.bytes_per_token:
+        if option.bytes_per_token < paged.bytes_per_token and option.bytes_per_token not in seen:
+            seen.add(option.bytes_per_token)
             yield option
 
 
@@ -158,22 +168,66 @@ def _levers(question: Question, size: int) -> Iterator[tuple[str, str, int | flo
         pages = pages_for(settings, question.costs, size)
         yield "num_gpu_blocks_override", str(pages), pages
     elif settings.kv_cache_memory_bytes is not None or share is None:
-        count = math.ceil(size / MIB)
-        yield "kv_cache_memory_bytes", f"{count}MiB", count * MIB
+        yield "kv_cache_memory_bytes", in_mib(size), math.ceil(size / MIB) * MIB
     else:
         for percent in range(int(100 * share) + 1, MAX_PERCENT + 1):
             yield "gpu_memory_utilization", f"{percent / 100:g}", percent / 100
 
 
-def _quantised(question: Question, k_format: str, v_format: str) -> tuple[Question, str]:
-    """With K and V in these formats, and the flags to change for that."""
+def in_mib(size: int) -> str:
+    """As a flag takes it, rounded up."""
+    return f"{math.ceil(size / MIB)}MiB"
+
+
+def _fewer_requests(question: Question, lengths: Lengths, load: Load) -> Option | None:
+    """Pages of layers with windows are kept for --max-num-seqs sequences, whose number then leaves the other layers
+    less: the lower one with which most of the load's requests run at once, where that is more than now."""
+    now = question.fitting(load.tokens)
+    if now is None or now >= load.count or all(group.window is None for group in question.costs.layout.groups):
+        return None
+
+    def with_most(count: int) -> Question:
+        return replace(question, settings=question.settings.model_copy(update={"max_num_seqs": count}))
+
+    low, high = now, load.count  # so many run at once with themselves as the limit; so many do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if with_most(middle).holds(Load(middle, load.tokens)) else (low, middle)
+    if low == now:
+        return None
+    option = _option(with_most(low), lengths, load, "requests", f"{flag('max_num_seqs')} {low}")
+    return replace(
+        option,
+        at_p50=low,
+        at_p95=min(low, option.at_p95 or 0),
+        at_load=low,
+        pool_bytes=None,
+        memory_bytes=None,
+        fits=False,
+    )
+
+
+def _quantised(question: Question) -> Iterator[tuple[Question, str]]:
+    """With K and V in other formats, and the flags to change for that; then with layers with windows in them too, which
+    of themselves keep the model's own."""
     given = question.settings
-    changed: dict[str, Any] = {"kv_cache_dtype": k_format, "kv_cache_dtype_v": v_format}
-    words = [f"{flag(name)} {value}" for name, value in changed.items() if getattr(given, name) != value]
-    if given.kv_cache_scales is not None:  # they are for other formats
+    for k_format, v_format in QUANTISED:
+        yield _with_formats(question, kv_cache_dtype=k_format, kv_cache_dtype_v=v_format)
+    if not given.kv_cache_dtype_skip_layers:
+        for k_format, v_format in ((given.kv_cache_dtype, given.kv_cache_dtype_v), *QUANTISED):
+            formats = {"kv_cache_dtype": k_format, "kv_cache_dtype_v": v_format}
+            yield _with_formats(question, **formats, kv_cache_dtype_skip_layers=("none",))
+
+
+def _with_formats(question: Question, **changed: Any) -> tuple[Question, str]:
+    given = question.settings
+    changed = {name: value for name, value in changed.items() if getattr(given, name) != value}
+    values = {name: " ".join(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+    words = [f"{flag(name)} {value}" for name, value in values.items()]
+    if given.kv_cache_scales is not None and {"kv_cache_dtype", "kv_cache_dtype_v"} & changed.keys():
+        changed["kv_cache_scales"] = None  # they are for other formats
         words.append("without --kv-cache-scales")
-    other = given.model_copy(update={**changed, "kv_cache_scales": None})
-    return replace(question, settings=other), " ".join(words)
+    return replace(question, settings=given.model_copy(update=changed)), " ".join(words)
 
 
 def _fewer_heads(question: Question, load: Load, now: int) -> list[int]:

@@ -20,13 +20,16 @@ The engine and `octavo plan` both go this way.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from configs.errors import SettingsError
 from configs.kv import KVLayout, WindowPages
 from configs.kv_flags import PLAIN, kv_layers
 from configs.model import DType, SizedConfig
 from configs.refresh import scratch_bytes
+from configs.setting_types import write_size
 from configs.settings import Settings
 
 AUTO_SHARE = 0.5
@@ -45,6 +48,13 @@ LIBRARY_BYTES = 2**28
 """Work space of a GPU's libraries, and what its allocator cannot use for being in pieces."""
 
 
+PROCESS_BYTES = 3 * 2**27
+"""Of Octavo's two processes on a CPU, a step's work among it, beside weights and pools: 111 and 256 MiB were measured
+with SmolLM2."""
+STEP, REFRESH, PROCESSES = "a step", "a refresh", "Octavo itself"
+"""What memory is set aside for, in words."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """What there is for weights, a step's work and the pools."""
@@ -52,6 +62,8 @@ class Memory:
     available_bytes: int
     """Free before the weights are loaded."""
     is_gpu: bool
+    process_bytes: int = 0
+    """What Octavo's processes will take of it; 0 where they run already."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +108,28 @@ class Costs:
         layout = KVLayout.of(layers, settings.block_size, window)
         sizes = {"vocab_size": model.vocab_size, "num_parameters": model.num_parameters}
         step = step_bytes(settings, layout, window=window, **sizes)
-        weights = model.weight_bytes(dtype) + model.table_bytes(window) + sum(layer.fit_bytes for layer in layers)
+        weights = model.weight_bytes(dtype, settings.quantization) + model.table_bytes(window)
+        weights += sum(layer.fit_bytes for layer in layers)
         refresh = 0
         if settings.kv_refresh_interval is not None:
             refresh = scratch_bytes(layout, PLAIN[dtype], window)
         return cls(layout, window, weights, step, refresh)
 
-    def work_bytes(self, is_gpu: bool) -> int:
-        """What is set aside beside weights and pools."""
-        return self.refresh_bytes + (self.step.total if is_gpu else 0)
+    def work(self, memory: Memory) -> dict[str, int]:
+        """Bytes that are set aside beside weights and pools, and what for."""
+        sizes = {
+            STEP: self.step.total if memory.is_gpu else 0,
+            REFRESH: self.refresh_bytes,
+            PROCESSES: memory.process_bytes,
+        }
+        return {name: size for name, size in sizes.items() if size}
+
+
+def weights_in_words(settings: Settings, costs: Costs, dtype: DType) -> str:
+    size = write_size(costs.weight_bytes)
+    if settings.quantization == "none":
+        return f"{size} in {dtype}"
+    return f"{size}: linear layers in {settings.quantization}, all else in {dtype}"
 
 
 @dataclass(frozen=True)
@@ -123,6 +148,8 @@ class PoolPlan:
     """Effective window: min(model, --max-model-len, pools)."""
     decided_by: str
     """What fixed the size, in words: a flag, or the default and its reason."""
+    lever: str
+    """The flag that changes it."""
     notes: tuple[str, ...]
     """Sentences to warn with: that the pool is smaller than the window asked for, and which flag to change."""
 
@@ -150,16 +177,25 @@ class PoolPlan:
 
 
 def size_pools(settings: Settings, costs: Costs, memory: Memory) -> PoolPlan:
-    """`resolve_num_blocks` with a device's rules. Raises `SettingsError` as that does."""
-    return resolve_num_blocks(
+    """`resolve_num_blocks` with a device's rules. Raises `SettingsError` as that does, and for pools in which no
+    sequence gets as long as --kv-refresh-interval."""
+    plan = resolve_num_blocks(
         settings,
         costs.layout,
         window=costs.window,
         available_bytes=memory.available_bytes,
         weight_bytes=costs.weight_bytes,
-        work_bytes=costs.work_bytes(memory.is_gpu),
+        work=costs.work(memory),
         default_share=GPU_SHARE if memory.is_gpu else None,
     )
+    interval = settings.kv_refresh_interval
+    if interval is not None and interval >= plan.max_model_len:
+        raise SettingsError(
+            f"--kv-refresh-interval {interval} never comes, since the KV cache ({plan.decided_by}) holds sequences of "
+            f"{plan.max_model_len} tokens, and none generates more than {plan.max_model_len - 1}: lower it, or raise "
+            f"{plan.lever}."
+        )
+    return plan
 
 
 def step_bytes(settings: Settings, layout: KVLayout, *, window: int, vocab_size: int, num_parameters: int) -> StepBytes:
@@ -179,37 +215,34 @@ def resolve_num_blocks(
     window: int,
     available_bytes: int,
     weight_bytes: int,
-    work_bytes: int = 0,
+    work: Mapping[str, int] = MappingProxyType({}),
     default_share: float | None = None,
 ) -> PoolPlan:
     """Sizes the KV pools: --num-gpu-blocks-override, else --kv-cache-memory-bytes, else --gpu-memory-utilization, else
     the default: `default_share` in place of the last, or a part of main memory if it is None.
 
     `window`: tokens that the model and --max-model-len allow (`SizedConfig.effective_window`); `available_bytes`:
-    memory that was free before the weights were loaded; `weight_bytes`, `work_bytes`: what they and a step take of it.
+    memory that was free before the weights were loaded; `weight_bytes`: what they take of it; `work`: see `Costs.work`.
     Pools smaller than the window lower the window, with a note. Raises `SettingsError`, which names the flag to
     change, if the weights do not fit, if a stated size does not fit, or if there is no room for a single page.
     """
-    taken, taker = weight_bytes + work_bytes, "the weights"
-    cure = "free memory or give a smaller --model"
-    if work_bytes:
-        taker += f" and the {_human(work_bytes)} of a step"
-        cure += ", --max-model-len, --max-num-seqs or --max-num-batched-tokens"
+    taken = weight_bytes + sum(work.values())
+    taker = _listed(["the weights", *(f"the {write_size(size)} of {name}" for name, size in work.items())])
     room = available_bytes - taken
     if room < layout.block_bytes:
         raise SettingsError(
-            f"--model: {taker} take {_human(taken)} of the {_human(available_bytes)} of memory that are available, "
-            f"which leaves no room for a KV cache: {cure}."
+            f"--model: {taker} take {write_size(taken)} of the {write_size(available_bytes)} of memory that are "
+            f"available, which leaves no room for a KV cache: {_cure(work)}."
         )
-    num_pages, lever, reason = _choose(
-        settings, _Sizes(settings, layout, window), available_bytes, taken, default_share
-    )
+    takers = _listed(["the weights", *work])
+    sizes = _Sizes(settings, layout, window)
+    num_pages, lever, reason = _choose(settings, sizes, available_bytes, taken, takers, default_share)
     size = _bytes(layout, num_pages)
     if min(num_pages) < 1:
-        raise SettingsError(f"{reason} is less than one KV page ({_human(layout.block_bytes)}): raise {lever}.")
+        raise SettingsError(f"{reason} is less than one KV page ({write_size(layout.block_bytes)}): raise {lever}.")
     if size > room:
         raise SettingsError(
-            f"{reason} asks for a KV cache of {_human(size)}, but {taker} leave {_human(room)} of memory: "
+            f"{reason} asks for a KV cache of {write_size(size)}, but {taker} leave {write_size(room)} of memory: "
             f"lower {lever}."
         )
     block_size, step = layout.block_size, settings.max_num_batched_tokens
@@ -223,7 +256,22 @@ def resolve_num_blocks(
     num_tokens = min([whole, *limits])
     max_model_len = min(window, num_tokens)
     notes = [_note(settings, num_tokens, window, lever, num_tokens < whole)] if num_tokens < window else []
-    return PoolPlan(num_pages, windows, block_size, num_tokens, size, max_model_len, reason, tuple(notes))
+    return PoolPlan(num_pages, windows, block_size, num_tokens, size, max_model_len, reason, lever, tuple(notes))
+
+
+def _listed(words: Sequence[str]) -> str:
+    """'a, b and c'"""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _cure(work: Mapping[str, int]) -> str:
+    """Of a memory without room for a single page."""
+    cure = "free memory or give a smaller --model"
+    if STEP in work:
+        cure += ", --max-model-len, --max-num-seqs or --max-num-batched-tokens"
+    elif REFRESH in work:
+        cure += " or --max-model-len"
+    return f"{cure}, or leave out --kv-refresh-interval" if REFRESH in work else cure
 
 
 def _note(settings: Settings, num_tokens: int, window: int, lever: str, windows_limit: bool) -> str:
@@ -284,15 +332,15 @@ class _Sizes:
 
 
 def _choose(
-    settings: Settings, sizes: _Sizes, available_bytes: int, taken: int, default_share: float | None
+    settings: Settings, sizes: _Sizes, available_bytes: int, taken: int, takers: str, default_share: float | None
 ) -> tuple[tuple[int, ...], str, str]:
-    """(pages of each group, the flag to change if that is wrong, what decided in words)"""
+    """(pages of each group, the flag to change if that is wrong, what decided in words). takers: of what is taken."""
     if settings.num_gpu_blocks_override is not None:
         blocks = settings.num_gpu_blocks_override
         return sizes.for_blocks(blocks), "--num-gpu-blocks-override", f"--num-gpu-blocks-override {blocks}"
     if settings.kv_cache_memory_bytes is not None:
         size = settings.kv_cache_memory_bytes
-        return sizes.for_bytes(size), "--kv-cache-memory-bytes", f"--kv-cache-memory-bytes {_human(size)}"
+        return sizes.for_bytes(size), "--kv-cache-memory-bytes", f"--kv-cache-memory-bytes {write_size(size)}"
     share = settings.gpu_memory_utilization or default_share
     if share is not None:
         left = max(0, int(available_bytes * share) - taken)
@@ -301,16 +349,16 @@ def _choose(
             pages = f"the default limit of {MAX_GPU_PAGES} pages"
             return sizes.for_blocks(MAX_GPU_PAGES), "--num-gpu-blocks-override", pages
         if settings.gpu_memory_utilization is None:
-            reason = f"by default {share:g} of the GPU's free memory ({_human(left)} beside the weights and a step)"
+            reason = f"by default {share:g} of the GPU's free memory ({write_size(left)} beside {takers})"
         else:
-            reason = f"--gpu-memory-utilization {share:g} ({_human(left)} beside the weights)"
+            reason = f"--gpu-memory-utilization {share:g} ({write_size(left)} beside {takers})"
         return num_pages, "--gpu-memory-utilization", reason
     half = int((available_bytes - taken) * AUTO_SHARE)
     options = [
         (sizes.for_blocks(MAX_PAGES), f"the default limit of {MAX_PAGES} pages"),
         (sizes.for_blocks(sizes.all_sequences), f"--max-num-seqs {settings.max_num_seqs} full windows"),
-        (sizes.for_bytes(AUTO_BYTES), f"the default limit of {_human(AUTO_BYTES)}"),
-        (sizes.for_bytes(half), f"half of the memory that the weights leave ({_human(half)})"),
+        (sizes.for_bytes(AUTO_BYTES), f"the default limit of {write_size(AUTO_BYTES)}"),
+        (sizes.for_bytes(half), f"half of the memory that {takers} leave ({write_size(half)})"),
     ]
     num_pages, reason = min(options, key=lambda option: _bytes(sizes.layout, option[0]))
     return num_pages, "--kv-cache-memory-bytes", reason
@@ -318,13 +366,3 @@ def _choose(
 
 def _bytes(layout: KVLayout, num_pages: tuple[int, ...]) -> int:
     return sum(count * group.spec.block_bytes for count, group in zip(num_pages, layout.groups, strict=True))
-
-
-def _human(count: int) -> str:
-    """'2.5 GiB'"""
-    value, unit = float(count), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}"

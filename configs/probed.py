@@ -7,8 +7,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from configs.errors import StartupError
 from configs.kv import KVFormat, LayerKV
-from configs.model import ITEMSIZE, DType, ModelConfig, SizedConfig
+from configs.model import ITEMSIZE, DType, ModelConfig, Quantization, SizedConfig
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,13 @@ class ProbedConfig(SizedConfig):
     def num_parameters(self) -> int:
         return self.parameters
 
-    def weight_bytes(self, dtype: DType) -> int:
+    def weight_bytes(self, dtype: DType, quantization: Quantization = "none") -> int:
+        if quantization != "none":
+            raise StartupError(
+                f"--quantization {quantization} is for architectures that Octavo has code of its own for. "
+                f"{self.architecture} is run by transformers' code, parts of which multiply by weights themselves: "
+                "leave the flag out."
+            )
         return (self.parameters + self.tied_parameters) * ITEMSIZE[dtype]
 
     def kv_layers(self, format: KVFormat) -> tuple[LayerKV, ...]:

@@ -41,6 +41,16 @@ def parse_size(text: str) -> int:
     return int(Fraction(number) * base ** _POWER[letter.lower()])
 
 
+def write_size(size: int) -> str:
+    """'2.5 GiB': bytes as people read them."""
+    value, unit = float(size), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"
+
+
 def _size(value: Any) -> Any:
     return parse_size(value) if isinstance(value, str) else value
 

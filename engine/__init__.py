@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from engine.admission import about_prompt as about_prompt
     from engine.calibration import calibrate as calibrate
     from engine.client import EngineClient as EngineClient
-    from engine.client import QueueLimits as QueueLimits
     from engine.diagnosis import Diagnosis as Diagnosis
     from engine.diagnosis import diagnose as diagnose
     from engine.errors import ContextLengthExceeded as ContextLengthExceeded
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from engine.source import resolve as resolve
     from engine.source import sizes_of as sizes_of
     from engine.text.tokenizer import Tokenizer as Tokenizer
+    from engine.waiting_line import QueueLimits as QueueLimits
 
 _EXPORTS = {
     "LLM": "engine.llm",
@@ -51,7 +51,7 @@ _EXPORTS = {
     "SamplingParams": "engine.sampling_params",
     # what the server builds on
     "EngineClient": "engine.client",
-    "QueueLimits": "engine.client",
+    "QueueLimits": "engine.waiting_line",
     "RequestStream": "engine.request_stream",
     "ServedModel": "engine.served_model",
     "Envelope": "engine.admission",

@@ -8,7 +8,7 @@ from configs.kv import KVLayout
 from configs.kv_flags import PLAIN, describe, format_name, kv_layers, pair_name, plain_bytes_per_token
 from configs.limits import SchedulerLimits
 from configs.model import SizedConfig
-from configs.pool import Costs, Memory, PoolPlan, size_pools
+from configs.pool import Costs, Memory, PoolPlan, size_pools, weights_in_words
 from configs.settings import Settings
 from engine.cache_setup import prepare_cache
 from engine.core.kv.manager import KVManager
@@ -22,7 +22,7 @@ from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
 from engine.runner import company
 from engine.runner.executor import SingleExecutor
-from engine.runner.kv_store import Shapings, static_shapings
+from engine.runner.kv_store import KVTransforms, static_transforms
 from engine.runner.model_runner import ModelRunner
 from kernels.cpu.exactness import ON_A_GPU, inexact
 from kernels.cpu.exactness import report as report_exactness
@@ -61,36 +61,41 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
             window,
             lambda fraction: report(EngineLoading("loading weights", fraction)),
             device.place,
+            settings.quantization,
         )
     device.trim()
     report(EngineLoading("warming up", 1.0))
     with device.enough_memory("a step"):
         texts = launch.tried_token_ids, launch.fit_token_ids
-        shapings, fidelity = prepare_cache(settings, config, model, device, texts, window, static)
+        transforms, fidelity = prepare_cache(settings, config, model, device, texts, window, static)
     plain = None if limits.kv_refresh_interval is None else PLAIN[device.dtype_name]
-    runner = ModelRunner(model, config, layout, plan.num_pages, limits, device.place, plain, shapings)
+    runner = ModelRunner(model, config, layout, plan.num_pages, limits, device.place, plain, transforms)
     executor = SingleExecutor(runner, launch.eos_token_ids)
     with device.enough_memory("a step"):
         executor.warm_up(largest=device.is_gpu)
     kv = KVManager(plan.num_blocks, settings.block_size, settings.enable_prefix_caching, windows=plan.windows)
     scheduler = Scheduler(limits, kv, launch.eos_token_ids)
     cache = _cache_info(settings, layout, plan, device)
+    if texts[1]:
+        cache.fitted_layers = sum(layer.fits_keys for group in layout.groups for layer in group.spec.layers)
+    if fidelity is not None:
+        cache.divergence, cache.agreement = fidelity.divergence, fidelity.agreement
     core = EngineCore(scheduler, executor, NoGrammar(), cache)
-    summary = _summary(launch.name, config, device, plan, layout, describe(settings, layout, device.dtype_name))
+    summary = _summary(launch.name, settings, config, device, plan)
     summary["prefix cache"] = "on" if settings.enable_prefix_caching else "off"
-    if fidelity:
-        summary["KV fidelity"] = fidelity
+    if fidelity is not None:
+        summary["KV fidelity"] = str(fidelity)
     if runner.refresh is not None:
         summary["refresh"] = refresh_in_words(settings, runner.refresh.pool.nbytes)
     summary["answers"] = _exactness(runner, device)
     return core, EngineReady(cache, summary, config.vocab_size)
 
 
-def _static_scales(settings: Settings, config: SizedConfig, device: Device) -> list[Shapings] | None:
+def _static_scales(settings: Settings, config: SizedConfig, device: Device) -> list[KVTransforms] | None:
     """None without a file of scales."""
     scales = scales_of(settings, config, device.dtype_name)
     layers = kv_layers(settings, config, device.dtype_name)
-    return None if scales is None else static_shapings(scales, layers, device.place)
+    return None if scales is None else static_transforms(scales, layers, device.place)
 
 
 def _cache_info(settings: Settings, layout: KVLayout, plan: PoolPlan, device: Device) -> CacheInfo:
@@ -104,6 +109,8 @@ def _cache_info(settings: Settings, layout: KVLayout, plan: PoolPlan, device: De
         enable_prefix_caching=settings.enable_prefix_caching,
         pool_bytes=plan.pool_bytes,
         plain_bytes_per_token=plain_bytes_per_token(layout, device.dtype_name),
+        scales=settings.kv_cache_scales,
+        refresh_interval=settings.kv_refresh_interval,
     )
 
 
@@ -113,17 +120,18 @@ def plan_pool(settings: Settings, config: SizedConfig, device: Device) -> tuple[
     return costs.layout, size_pools(settings, costs, Memory(device.free_bytes, device.is_gpu))
 
 
-def _summary(
-    name: str, config: SizedConfig, device: Device, plan: PoolPlan, layout: KVLayout, formats: str
-) -> dict[str, str]:
-    """The start-up block's lines, in order. formats: of the cache, in words."""
+def _summary(name: str, settings: Settings, config: SizedConfig, device: Device, plan: PoolPlan) -> dict[str, str]:
+    """The start-up block's lines, in order."""
+    costs = Costs.of(settings, config, device.dtype_name)
+    layout = costs.layout
     return {
         "model": f"{name} ({config.title})",
         "dtype": device.dtype_name + (f" ({device.dtype_note})" if device.dtype_note else ""),
+        "weights": weights_in_words(settings, costs, device.dtype_name),
         "device": device.words,
         "attention": attention_in_words(layout, device),
-        "linear": _kernel("pack_linear", device),
-        "KV format": formats,
+        "linear": _kernel("pack_linear" if settings.quantization == "none" else "pack_linear_int8", device),
+        "KV format": describe(settings, layout, device.dtype_name),
         "KV pool": _pools(plan, layout),
         "fits": f"{plan.full_sequences:.1f} requests of the full {plan.max_model_len} tokens",
     }

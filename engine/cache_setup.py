@@ -17,14 +17,14 @@ from configs.settings import Settings
 from engine.device import Device
 from engine.errors import StartupError
 from engine.model.base import CausalLM
-from engine.runner.fidelity import MAX_DIVERGENCE, Trial
+from engine.runner.fidelity import MAX_DIVERGENCE, Fidelity, Trial
 from engine.runner.key_fit import KeyFit
-from engine.runner.kv_store import UNSHAPED, Shapings
+from engine.runner.kv_store import UNTRANSFORMED, KVTransforms
 
 NOTICEABLE = 0.02
 """Nats a token from which on a warning says that answers differ."""
 INSTEAD = (("int8", "int4"), ("int8", "int8"), ("fp8_e4m3", "fp8_e4m3"))
-"""What is tried where a format gives nonsense, the smallest first: keys need more bits than values."""
+"""What is tried where a format changes answers, the smallest first: keys need more bits than values."""
 
 logger = logging.getLogger("octavo.engine")
 
@@ -36,9 +36,9 @@ def prepare_cache(
     device: Device,
     texts: tuple[Sequence[int], Sequence[int]],
     window: int,
-    static: Sequence[Shapings] | None,
-) -> tuple[Sequence[Shapings] | None, str]:
-    """What is done to K and V of each layer, and what the trial measured, in words: "" where there was none.
+    static: Sequence[KVTransforms] | None,
+) -> tuple[Sequence[KVTransforms] | None, Fidelity | None]:
+    """What is done to K and V of each layer, and what the trial measured: None where there was none.
 
     texts: token ids to try the format with and to fit keys to; window: tokens that the model takes; static: of the file
     of scales, if there is one. Raises `StartupError` for nonsense.
@@ -46,53 +46,58 @@ def prepare_cache(
     plain = config.kv_layers(PLAIN[device.dtype_name])
     layers = kv_layers(settings, config, device.dtype_name)
     if layers == plain:
-        return None, ""
+        return None, None
     tried, read = texts
 
     @functools.cache
     def fit() -> KeyFit:
         return KeyFit.of(model, plain, read, window, device.place)
 
-    def shapings_of(layers: Sequence[LayerKV]) -> list[Shapings]:
-        return fit().shapings(layers) if any(layer.fits_keys for layer in layers) else [UNSHAPED] * len(layers)
+    def transforms_of(layers: Sequence[LayerKV]) -> list[KVTransforms]:
+        return fit().transforms(layers) if any(layer.fits_keys for layer in layers) else [UNTRANSFORMED] * len(layers)
 
-    shapings = shapings_of(layers)
+    transforms = transforms_of(layers)
     if static is not None:
-        shapings = [prefer_static(*both) for both in zip(static, shapings, strict=True)]
+        transforms = [prefer_static(*both) for both in zip(static, transforms, strict=True)]
     if not tried:
-        return shapings, ""
+        return transforms, None
     trial = Trial(model, plain, tried[:window], device.place, settings.max_num_batched_tokens)
-    found = trial.measure(layers, shapings)
+    found = trial.measure(layers, transforms)
     if found.is_nonsense:
+        better = _better(settings, config, device, trial, transforms_of, MAX_DIVERGENCE)
         raise StartupError(
             f"{_flags(settings, device)} gives nonsense with this model: {found} (at most {MAX_DIVERGENCE} nats are "
-            f"taken). {_advice(settings, config, device, trial, shapings_of)}"
+            f"taken). Use {better or '--kv-cache-dtype auto'}."
         )
     if found.divergence > NOTICEABLE:
-        logger.warning("%s changes this model's answers: %s.", _flags(settings, device), found)
-    return shapings, str(found)
+        better = _better(settings, config, device, trial, transforms_of, NOTICEABLE)
+        hint = f" Nearer: {better}." if better else ""
+        logger.warning("%s changes this model's answers: %s.%s", _flags(settings, device), found, hint)
+    return transforms, found
 
 
-def prefer_static(static: Shapings, fitted: Shapings) -> Shapings:
+def prefer_static(static: KVTransforms, fitted: KVTransforms) -> KVTransforms:
     """A layer may have static scales for K or for V alone."""
     (k, v), (fitted_k, _) = static, fitted
     return (fitted_k if k.channels is None else k), v
 
 
-def _advice(
+def _better(
     settings: Settings,
     config: SizedConfig,
     device: Device,
     trial: Trial,
-    shapings_of: Callable[[Sequence[LayerKV]], list[Shapings]],
+    transforms_of: Callable[[Sequence[LayerKV]], list[KVTransforms]],
+    limit: float,
 ) -> str:
+    """The smallest format within `limit` nats a token, and what was measured: "" where there is none."""
     for other in _others(settings, device):
         layers = kv_layers(other, config, device.dtype_name)
-        found = trial.measure(layers, shapings_of(layers))
-        if not found.is_nonsense:
+        found = trial.measure(layers, transforms_of(layers))
+        if found.divergence <= limit:
             without = ", without --kv-cache-scales" if settings.kv_cache_scales is not None else ""
-            return f"Use {_flags(other, device)}{without}: {found}."
-    return "Use --kv-cache-dtype auto."
+            return f"{_flags(other, device)}{without}: {found}"
+    return ""
 
 
 def _others(settings: Settings, device: Device) -> Iterator[Settings]:

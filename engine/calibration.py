@@ -1,12 +1,7 @@
 """Finds scales for K and V that hold for a model whatever it reads: `octavo calibrate`.
 
-    text ─> pieces, each at another place of the window ─> the model, as it serves ─> the largest |K| and |V| of each
-    layer, head and dim ─> scales
-
-Rotary position encoding turns pairs of K's dims, some of them by far less than a full turn within a piece: so that
-each dim shows how large it can get, pieces begin at places all over the window. Scales from pieces that all begin at 0
-do not hold behind them: with SmolLM2, int8 and a scale for each channel, 700 tokens that begin at 3,000 were 0.7 nats a
-token from the answers of a plain cache, and below 0.01 with pieces spread out.
+text ─> the model, as it serves (`engine.runner.observing`) ─> the largest |K| and |V| of each layer, head and dim
+─> scales
 """
 
 from collections.abc import Callable
@@ -15,16 +10,16 @@ from typing import Literal
 
 import torch
 
+from configs.files import open_text
 from configs.kv import KVFormat, LayerKV
 from configs.kv_flags import PLAIN, format_name, kv_formats, kv_layers
 from configs.settings import Settings
 from engine.device import Device
 from engine.errors import StartupError
 from engine.kv_scales import KVScales
-from engine.model.interface import AttentionBackend, ForwardBatch
+from engine.model.interface import AttentionLayer
 from engine.model.registry import load_model, read_config
-from engine.runner.key_fit import places
-from engine.runner.solo import Solo
+from engine.runner.observing import observe
 from engine.source import resolve
 from engine.text.sample import SAMPLE
 from engine.text.tokenizer import Tokenizer
@@ -38,6 +33,8 @@ MIN_TOKENS, MAX_TOKENS = 256, 64 * PIECE
 HEADROOM: dict[Granularity, float] = {"channel": 1.25, "tensor": 1.0}
 """How much larger than in the text a number may become before it is cut off. Measured over another text: with 1.25 the
 divergence of int8 is 2/3 of that with 1; the largest number of a whole layer is hardly ever exceeded."""
+MAX_CHARACTERS = 32 * MAX_TOKENS
+"""Of a text: far more than so many tokens have."""
 FLOOR = 2.0**-10
 """Of the largest number of its head: a dim that was never larger in the text counts as this large."""
 TINY = 1e-6
@@ -68,16 +65,15 @@ def calibrate(
         report("loading weights", fraction)
 
     with device.enough_memory("the weights"):
-        model = load_model(source.path, config, device.dtype, window, loading, device.place)
+        model = load_model(source.path, config, device.dtype, window, loading, device.place, settings.quantization)
     layers = config.kv_layers(PLAIN[device.dtype_name])
-    solo = Solo(model, layers, max(map(len, pieces)), device.place)
-    largest = Largest(solo.attention, layers, device.place)
-    solo.attention = largest
-    for number, (piece, place) in enumerate(zip(pieces, places(window, len(pieces[0]), len(pieces)), strict=True)):
-        report("reading the text", number / len(pieces))
-        with device.enough_memory("a step"):
-            solo.hidden(piece, place)
-    report("reading the text", 1.0)
+    largest = Largest(layers, device.place)
+
+    def reading(fraction: float) -> None:
+        report("reading the text", fraction)
+
+    with device.enough_memory("a step"):
+        observe(model, layers, pieces, window, device.place, largest.see, reading)
     scales = tuple((k.numpy(), v.numpy()) for k, v in largest.scales(formats, granularity))
     return KVScales(config.architecture, formats, granularity, sum(map(len, pieces)), scales)
 
@@ -97,12 +93,8 @@ def _formats(settings: Settings, device: Device) -> tuple[KVFormat, KVFormat]:
 
 def read_text(path: Path) -> str:
     """Raises `StartupError`."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise StartupError(f"--text {path} is not UTF-8 text.") from None
-    except OSError as error:
-        raise StartupError(f"--text {path} cannot be read: {error.strerror}.") from None
+    with open_text("--text", path) as file:
+        return file.read(MAX_CHARACTERS)
 
 
 def split(tokenizer: Tokenizer, text: str, window: int) -> list[list[int]]:
@@ -116,30 +108,16 @@ def split(tokenizer: Tokenizer, text: str, window: int) -> list[list[int]]:
 
 
 class Largest:
-    """`AttentionBackend` that hands everything on and notes the largest |K| and |V| of each layer, head and dim."""
+    """The largest |K| and |V| of each layer, head and dim."""
 
-    name = "calibration"
-
-    def __init__(self, inner: AttentionBackend, layers: tuple[LayerKV, ...], device: torch.device) -> None:
-        self.inner = inner
+    def __init__(self, layers: tuple[LayerKV, ...], device: torch.device) -> None:
         shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
         self.found = [(torch.zeros(shape, device=device), torch.zeros(shape, device=device)) for shape in shapes]
         """(of K, of V) of each layer, fp32 [kv_heads, head_dim]"""
 
-    def forward(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: ForwardBatch,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        for found, x in zip(self.found[layer], (k, v), strict=True):
+    def see(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        for found, x in zip(self.found[layer.index], (k, v), strict=True):
             torch.maximum(found, x.abs().amax(dim=0).float(), out=found)
-        return self.inner.forward(layer, q, k, v, batch, scale, softcap, sinks)
 
     def scales(
         self, formats: tuple[KVFormat, KVFormat], granularity: Granularity

@@ -8,9 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -22,7 +20,6 @@ from engine.errors import (
     EngineDead,
     InvalidRequest,
     NotReady,
-    Overloaded,
     RequestAborted,
     RequestFailed,
     StartupError,
@@ -39,7 +36,6 @@ from engine.messages import (
     KVReportQuery,
     Launch,
     PrefixCacheReset,
-    RequestSummary,
     ResetPrefixCache,
     Shutdown,
     Stats,
@@ -57,27 +53,11 @@ from engine.text.chat_template import ChatRenderer
 from engine.text.output_processor import OutputProcessor
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
-from engine.throughput import Throughput
+from engine.waiting_line import QueueLimits, WaitingLine
 
 logger = logging.getLogger("octavo.client")
 
 Phase = Literal["loading", "ready", "draining", "dead"]
-
-
-@dataclass(frozen=True)
-class QueueLimits:
-    """How much may wait. None: no bound."""
-
-    max_num_seqs: int
-    """Sequences that run at once: these do not count as queued."""
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    queue_timeout: float | None = None
-    """Seconds a sequence may wait for its first step."""
-    watchdog_timeout: float | None = None
-    """Seconds without a word from an engine that has work, after which it is taken for dead."""
-    stall_timeout: float = 60.0
-    """Seconds a reader may leave its text unread before its request is aborted."""
 
 
 class EngineClient:
@@ -94,6 +74,7 @@ class EngineClient:
         """Binds ADDRESS.in and ADDRESS.out (ipc://, in a folder only this user may enter)."""
         self.model = model
         self.limits = limits
+        self.line = WaitingLine(limits)
         self.phase: Phase = "loading"
         self.loading = EngineLoading("starting")
         self.info: EngineReady | None = None
@@ -102,9 +83,6 @@ class EngineClient:
         self._observer: Observer = observer or NoObserver()
         self._on_loading = on_loading
         self._open: dict[str, Sequence] = {}
-        self._sent = 0
-        self._unreceived: deque[tuple[int, int]] = deque()
-        self._throughput = Throughput()
         self._queries: dict[int, asyncio.Future[KVReport | PrefixCacheReset]] = {}
         self._next_query = 0
         self._last_heard = time.monotonic()
@@ -226,8 +204,7 @@ class EngineClient:
             self._open[request.request_id] = stream.open[request.request_id] = sequence
             if len(self._open) == 1:
                 self._last_heard = request.arrival  # an idle engine is rightly silent: the watchdog counts from here
-            self._sent += 1
-            self._unreceived.append((self._sent, len(prompt)))
+            self.line.sent(len(prompt))
             self._send(request)
         return stream
 
@@ -283,15 +260,8 @@ class EngineClient:
         """Sequences submitted and not finished."""
         return len(self._open)
 
-    @property
-    def num_queued(self) -> int:
-        """Sequences that wait: those the engine has counted, and those on their way that find no free row there."""
-        free = max(0, self.limits.max_num_seqs - self.stats.running)
-        return max(0, self.stats.waiting + len(self._unreceived) - free)
-
     def queue_is_full(self) -> bool:
-        limit = self.limits.max_num_queued_reqs
-        return limit is not None and self.num_queued >= max(limit, 1)
+        return self.line.is_full(self.stats)
 
     # ------------------------------------------------------------------ inside
     def _require_ready(self, draining: bool = False) -> EngineReady:
@@ -309,23 +279,10 @@ class EngineClient:
 
     def _require_room(self, sequences: int, tokens: int) -> None:
         """A request that finds the engine idle is never refused: no later try could do better."""
-        if not self._open:
-            return
-        limit = self.limits.max_num_queued_reqs
-        free = max(0, self.limits.max_num_seqs - self.stats.running)
-        queued = self.stats.waiting + len(self._unreceived) + sequences - free
-        if limit is not None and queued > limit:
-            self._overloaded("max_num_queued_reqs", f"{queued} sequences would wait; the limit is {limit}", queued)
-        limit = self.limits.max_num_queued_tokens
-        queued_tokens = self.stats.waiting_tokens + sum(t for _, t in self._unreceived) + tokens
-        if limit is not None and queued > 0 and queued_tokens > limit:
-            text = f"{queued_tokens} prompt tokens would wait; the limit is {limit}"
-            self._overloaded("max_num_queued_tokens", text, queued)
-
-    def _overloaded(self, reason: str, text: str, queued: int) -> None:
-        self._reject(reason)
-        flag = reason.replace("_", "-")
-        raise Overloaded(f"The queue is full: {text} (--{flag}).", self._throughput.seconds_for(queued), reason)
+        refusal = self.line.refusal(self.stats, sequences, tokens) if self._open else None
+        if refusal is not None:
+            self._reject(refusal.reason)
+            raise refusal
 
     def _send(self, message: ToEngine) -> None:
         with contextlib.suppress(zmq.Again):  # there is no engine at the other end: `_outlive` will tell
@@ -354,8 +311,7 @@ class EngineClient:
 
     def _take_step(self, message: StepOutputs) -> None:
         self.stats = message.stats
-        while self._unreceived and self._unreceived[0][0] <= message.stats.received_total:
-            self._unreceived.popleft()
+        self.line.counted(message.stats)
         self._observe(self._observer.step, message.stats)
         stopped: list[str] = []
         for output in message.outputs:
@@ -405,8 +361,7 @@ class EngineClient:
         deadline = sequence.request.deadline
         if sequence.timings.first_scheduled == 0.0 and deadline is not None and time.monotonic() >= deadline:
             self._reject("queue_timeout")
-            text = output.error or "The request has waited too long."
-            return Overloaded(text, self._throughput.seconds_for(max(self.num_queued, 1)), "queue_timeout")
+            return self.line.timed_out(self.stats, output.error or "The request has waited too long.")
         return RequestFailed(output.error or "The request failed.")
 
     def _count(self, sequence: Sequence, tokens: int) -> None:
@@ -425,25 +380,11 @@ class EngineClient:
         self._open.pop(sequence.request.request_id, None)
         sequence.stream.open.pop(sequence.request.request_id, None)
         if reason != "error":
-            self._throughput.finished()
+            self.line.throughput.finished()
         self._account(sequence, reason)
 
     def _account(self, sequence: Sequence, reason: Literal["stop", "length", "abort", "error"]) -> None:
-        request = sequence.request
-        if not sequence.timings.finished:
-            sequence.timings.finished = time.monotonic()
-        summary = RequestSummary(
-            request_id=request.request_id,
-            prompt_tokens=len(request.prompt_token_ids),
-            cached_tokens=sequence.cached_tokens,
-            generated_tokens=sequence.published,
-            max_tokens=request.params.max_tokens or 0,
-            n=request.params.n,
-            finish_reason=reason,
-            num_preemptions=sequence.num_preemptions,
-            timings=sequence.timings,
-        )
-        self._observe(self._observer.finished, summary)
+        self._observe(self._observer.finished, sequence.summary(reason))
 
     def _reject(self, reason: str) -> None:
         self._observe(self._observer.rejected, reason)

@@ -201,6 +201,16 @@ class CacheInfo(msgspec.Struct):
     """Of all KV groups, where some have fewer pages; None: `num_blocks` of each."""
     plain_bytes_per_token: int | None = None
     """What `bytes_per_token` would be in the format that the model computes in; None: it is."""
+    scales: str | None = None
+    """The file of scales that hold for all tokens; None: there is none."""
+    fitted_layers: int = 0
+    """Layers whose keys were fitted at start."""
+    divergence: float | None = None
+    """What the check at start measured, nats a token from the plain cache's answers; None: the format was not tried."""
+    agreement: float | None = None
+    """Share of the tokens after which it expected the same one as the plain cache."""
+    refresh_interval: int | None = None
+    """Generated tokens after which a sequence's keys and values are computed anew; None: never."""
 
     @property
     def num_tokens(self) -> int:

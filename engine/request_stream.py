@@ -5,8 +5,9 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Literal
 
-from engine.messages import AddRequest, TextDelta, Timings
+from engine.messages import AddRequest, RequestSummary, TextDelta, Timings
 from engine.text.output_processor import OutputProcessor
 
 
@@ -22,6 +23,22 @@ class Sequence:
     num_preemptions: int = 0
     published: int = 0
     last_published: float = 0.0
+
+    def summary(self, reason: Literal["stop", "length", "abort", "error"]) -> RequestSummary:
+        """Of its whole life, which ends now if the engine has not said when it did."""
+        if not self.timings.finished:
+            self.timings.finished = time.monotonic()
+        return RequestSummary(
+            request_id=self.request.request_id,
+            prompt_tokens=len(self.request.prompt_token_ids),
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.published,
+            max_tokens=self.request.params.max_tokens or 0,
+            n=self.request.params.n,
+            finish_reason=reason,
+            num_preemptions=self.num_preemptions,
+            timings=self.timings,
+        )
 
 
 class RequestStream:

@@ -6,12 +6,14 @@ the number of threads (on a CPU; of a GPU that is not claimed yet). Broken contr
 AssertionError.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 
 from configs.kv import KVFormat, KVHalf, KVSpec, LayerKV
+from kernels.int8_weight import Int8Weight
 from kernels.registry import KVFormats, choose
 
 Gate = Literal["silu", "gelu_tanh"]
@@ -21,7 +23,7 @@ GATES: tuple[Gate, ...] = get_args(Gate)
 
 
 @dataclass(frozen=True, eq=False)
-class Shaping:
+class KVTransform:
     """What is done to K, or V, of a layer before it becomes codes: fp32, contiguous, on the pool's device. Formulas and
     reasons: `kernels.reference.kv_formats`."""
 
@@ -35,7 +37,7 @@ class Shaping:
     subtracted from dim j before that is rounded. Of K only."""
 
 
-NO_SHAPING = Shaping()
+NO_TRANSFORM = KVTransform()
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,24 +50,25 @@ class LayerPages:
     """Layout of a block."""
     layer: int
     """Index among the layers of `spec`."""
-    k_shaping: Shaping = NO_SHAPING
+    k_transform: KVTransform = NO_TRANSFORM
     """Static scales where the layer has them; else of formats with scales of their own, and of no others."""
-    v_shaping: Shaping = NO_SHAPING
+    v_transform: KVTransform = NO_TRANSFORM
     """Static scales where the layer has them, and nothing else."""
 
     def __post_init__(self) -> None:
         _assert_pool(self.pool)
         assert self.pool.shape[1] == self.spec.block_bytes, (self.pool.shape, self.spec.block_bytes)
         assert 0 <= self.layer < len(self.spec.layers), (self.layer, len(self.spec.layers))
-        for half, shaping in zip("KV", self.shapings, strict=True):
-            self._check(half, shaping)
+        for half, transform in zip("KV", self.transforms, strict=True):
+            self._check(half, transform)
 
-    def _check(self, half: str, shaping: Shaping) -> None:
+    def _check(self, half: str, transform: KVTransform) -> None:
         kind, format = self.kind, self.kind.formats[half == "V"]
-        may_be_shaped = half == "K" and kind.num_scales(format) > 0
-        given = shaping.channels, shaping.centre, shaping.feedback
-        assert (kind.static and format.may_be_static) == (shaping.channels is not None) or may_be_shaped, (kind, half)
-        assert (shaping.centre is None and shaping.feedback is None) or may_be_shaped, (kind, half)
+        may_be_fitted = half == "K" and kind.num_scales(format) > 0
+        given = transform.channels, transform.centre, transform.feedback
+        is_static = kind.static and format.may_be_static
+        assert is_static == (transform.channels is not None) or may_be_fitted, (kind, half)
+        assert (transform.centre is None and transform.feedback is None) or may_be_fitted, (kind, half)
         per_dim = kind.kv_heads, kind.head_dim
         for x, shape in zip(given, (per_dim, per_dim, (*per_dim, kind.head_dim)), strict=True):
             if x is not None:
@@ -82,9 +85,9 @@ class LayerPages:
         return self.spec.halves[self.layer]
 
     @property
-    def shapings(self) -> tuple[Shaping, Shaping]:
+    def transforms(self) -> tuple[KVTransform, KVTransform]:
         """(of K, of V)"""
-        return self.k_shaping, self.v_shaping
+        return self.k_transform, self.v_transform
 
 
 class PackedLinear(Protocol):
@@ -97,7 +100,7 @@ class PackedLinear(Protocol):
     def out_features(self) -> int: ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, in_features] -> [T, out_features], dtype of the weight."""
+        """x: [T, in_features] -> [T, out_features], in the dtype that it was packed for."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -163,8 +166,24 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Ga
     return packed
 
 
+def pack_linear_int8(
+    weight: Int8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None, gate: Gate | None = None
+) -> PackedLinear:
+    """`pack_linear` of a weight in int8, for x of `dtype`, which `bias` has too.
+
+    Products of x and codes are summed in fp32 as those of any weight; each sum is multiplied by its output's scale, and
+    the bias added, in fp32 too, before it is rounded.
+    """
+    assert bias is None or (bias.shape == weight.scales.shape and bias.dtype == dtype), (bias.shape, bias.dtype)
+    assert gate is None or (gate in GATES and len(weight.codes) % 2 == 0), (gate, weight.codes.shape)
+    device = "cpu" if weight.codes.is_cpu else weight.codes.device.type
+    packed: PackedLinear = choose("pack_linear_int8", device, dtype).function(weight, dtype, bias, gate)
+    return packed
+
+
 def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """x: [T, K], any row stride -> x @ weight.T + bias: [T, N], gated if the weight is. x has the weight's dtype."""
+    """x: [T, K], any row stride -> x @ weight.T + bias: [T, N], gated if the weight is. x has the dtype that the weight
+    was packed for."""
     assert x.dim() == 2 and x.shape[1] == packed.in_features and _dense(x), (x.shape, x.stride(), packed.in_features)
     return packed(x)
 
@@ -222,6 +241,7 @@ def paged_attention(
     return out
 
 
+@functools.cache
 def compute_dtype(dtype: torch.dtype, formats: KVFormats) -> torch.dtype:
     """In which attention multiplies q of `dtype` with pages of `formats`: bf16 where q is bf16 and K and V are that or
     codes of at most eight bits, else fp32. Sums are fp32."""

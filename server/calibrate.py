@@ -1,15 +1,13 @@
 """`octavo calibrate`: finds scales for a model's keys and values and writes them to a file."""
 
-import argparse
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from configs.errors import SettingsError
-from configs.load import load
+from configs.load import FlagParser, load
 from configs.settings import SECRET_FIELDS, Settings, flag
 from server.banner import Progress
 
@@ -30,17 +28,12 @@ the file serves keys alone.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message.removeprefix('argument ')}; see octavo calibrate --help.")
-
-
 def run(arguments: Sequence[str]) -> int:
     """Returns the exit code. Raises `StartupError`."""
     if any(argument in ("--help", "-h") for argument in arguments):
         print(DESCRIPTION, end="")
         return 0
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = FlagParser(prog="octavo calibrate", add_help=False, allow_abbrev=False)
     parser.add_argument("--out")
     parser.add_argument("--text")
     parser.add_argument("--granularity", choices=("channel", "tensor"), default="channel")
@@ -48,24 +41,25 @@ def run(arguments: Sequence[str]) -> int:
     if not own.out:
         raise SettingsError("--out FILE is needed, to say where the scales go; see octavo calibrate --help.")
     settings, out = load(rest).settings, Path(own.out)
-    _check_writable(out)
+    check_writable("--out", out)
     return _calibrate(settings, out, None if own.text is None else Path(own.text), own.granularity)
 
 
-def _check_writable(out: Path) -> None:
-    """Before minutes are spent on a model. Leaves what is there as it is. Raises `SettingsError`."""
+def check_writable(name: str, out: Path) -> None:
+    """Before minutes are spent on what goes there. Leaves what is there as it is. name: of the flag. Raises
+    `SettingsError`."""
     file = Path(os.path.realpath(out))
     try:
         if not file.parent.is_dir():
-            raise SettingsError(f"--out {out} cannot be written: there is no folder {out.parent}.")
+            raise SettingsError(f"{name} {out} cannot be written: there is no folder {out.parent}.")
         was_there = file.exists()
         if was_there and not file.is_file():
-            raise SettingsError(f"--out {out} cannot be written: it is there, and no regular file.")
+            raise SettingsError(f"{name} {out} cannot be written: it is there, and no regular file.")
         file.open("ab").close()
         if not was_there:
             file.unlink()
     except OSError as error:
-        raise SettingsError(f"--out {out} cannot be written: {error.strerror}.") from None
+        raise SettingsError(f"{name} {out} cannot be written: {error.strerror}.") from None
 
 
 def _calibrate(settings: Settings, out: Path, text: Path | None, granularity: str) -> int:

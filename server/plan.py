@@ -9,16 +9,16 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 from configs.errors import SettingsError
-from configs.load import load
+from configs.load import FlagParser, load
 from configs.plan import LayerKind, Plan, make_plan
 from configs.plan_lengths import assumed_lengths, read_lengths
 from configs.plan_model import check_plausible
 from configs.plan_options import Option, Question
-from configs.pool import Memory, PoolPlan
-from configs.setting_types import parse_size
+from configs.pool import AUTO_BYTES, PROCESS_BYTES, Memory, PoolPlan, weights_in_words
+from configs.setting_types import parse_size, write_size
 from configs.version import VERSION
 from server.doctor import table, wrapped
 
@@ -89,14 +89,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 # ------------------------------------------------------------------ flags
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message.removeprefix('argument ')}; see octavo plan --help.")
-
-
 def _parser() -> argparse.ArgumentParser:
     """Of the flags that octavo serve does not have. Values stay text."""
-    parser = _Parser(prog="octavo plan", add_help=False, allow_abbrev=False)
+    parser = FlagParser(prog="octavo plan", add_help=False, allow_abbrev=False)
     for name in OWN_FLAGS[:-1]:
         parser.add_argument(name)
     parser.add_argument(OWN_FLAGS[-1], action="store_true")
@@ -123,7 +118,9 @@ def _memory(own: argparse.Namespace) -> Memory | None:
     if size < MIB:
         hint = f": write {size}GiB?" if size and str(size) == text else "."
         raise SettingsError(f"{name} {text} is {size} bytes, and no model fits into less than 1MiB{hint}")
-    return Memory(size, is_gpu=name == "--gpu")
+    if name == "--gpu":
+        return Memory(size, is_gpu=True)
+    return Memory(size, is_gpu=False, process_bytes=PROCESS_BYTES)
 
 
 def _size(name: str, text: str | None) -> int | None:
@@ -148,10 +145,12 @@ def as_text(plan: Plan, name: dict[str, str]) -> str:
         f"Octavo {VERSION}",
         table("model", _model(plan, name)),
         table("KV cache" + _each(plan), _cache(plan)),
-        table("a step" + _each(plan), _step(plan)),
     ]
-    if plan.question.memory is not None:
-        blocks.append(table("memory" + _each(plan), _room(plan, plan.question.memory)))
+    memory = plan.question.memory
+    if memory is None or memory.is_gpu:
+        blocks.append(table("a step" + _each(plan), _step(plan)))
+    if memory is not None:
+        blocks.append(table("memory" + _each(plan), _room(plan, memory)))
     blocks += [table("requests", _requests(plan)), _ways(plan), wrapped(" ".join(verdict(plan)), "")]
     return "\n\n".join(blocks)
 
@@ -166,7 +165,7 @@ def _model(plan: Plan, name: dict[str, str]) -> dict[str, str]:
     return {
         "name": f"{name['name']} ({name['origin']})",
         "sizes": model.title,
-        "weights": f"{_human(costs.weight_bytes)} in {plan.question.dtype}{_each(plan)}",
+        "weights": weights_in_words(plan.question.settings, costs, plan.question.dtype) + _each(plan),
         "window": f"{costs.window:,} tokens",
     }
 
@@ -176,10 +175,10 @@ def _cache(plan: Plan) -> dict[str, str]:
     kinds = layer_words(plan)
     rows = {f"layers {number}" if len(kinds) > 1 else "layers": words for number, words in enumerate(kinds, 1)}
     rows["a token"] = f"{layout.bytes_per_token:,} bytes"
-    rows["a page"] = f"of {size} tokens: {_human(layout.block_bytes)}"
+    rows["a page"] = f"of {size} tokens: {write_size(layout.block_bytes)}"
     rows["a request"] = (
-        f"of {plan.context:,} tokens: {_human(plan.context_bytes)} ({plan.context_bytes:,} bytes); in pages "
-        f"{_human(plan.context_page_bytes)}"
+        f"of {plan.context:,} tokens: {write_size(plan.context_bytes)} ({plan.context_bytes:,} bytes); in pages "
+        f"{write_size(plan.context_page_bytes)}"
     )
     if plan.replication > 1:
         rows["replication"] = f"KV heads are kept {plan.replication:.3g} times, since there are fewer of them than GPUs"
@@ -203,31 +202,37 @@ def _layers(kind: LayerKind, rank: LayerKind) -> str:
     seen = "" if layer.window is None else f" that see the last {layer.window:,} tokens"
     return (
         f"{kind.num_layers} {kind.attention}{seen}: {heads}, {formats}: {rank.bytes_per_token:,} bytes a token, "
-        f"{_human(rank.bytes_per_block)} a page"
+        f"{write_size(rank.bytes_per_block)} a page"
     )
 
 
 def _step(plan: Plan) -> dict[str, str]:
     step = plan.costs.step
     rows = {
-        "logits": _human(step.logits),
-        "activations": _human(step.activations),
-        "one context": f"{_human(step.context)}, gathered",
-        "other": f"{_human(step.scores)} of scores, {_human(step.libraries)} for libraries",
-        "in all": f"{_human(step.total)} at most, set aside on a GPU; a CPU takes less, of what the KV cache leaves",
+        "logits": write_size(step.logits),
+        "activations": write_size(step.activations),
+        "one context": f"{write_size(step.context)}, gathered",
+        "other": f"{write_size(step.scores)} of scores, {write_size(step.libraries)} for libraries",
+        "in all": f"{write_size(step.total)} at most, set aside on a GPU",
     }
-    if plan.costs.refresh_bytes:
-        rows["refresh"] = f"{_human(plan.costs.refresh_bytes)} for one sequence in full precision"
-    return rows
+    return rows | _refresh(plan)
+
+
+def _refresh(plan: Plan) -> dict[str, str]:
+    size = plan.costs.refresh_bytes
+    return {"refresh": f"{write_size(size)} for one sequence in full precision"} if size else {}
 
 
 def _room(plan: Plan, memory: Memory) -> dict[str, str]:
-    rows = {"GPU" if memory.is_gpu else "CPU": f"{_human(memory.available_bytes)} free"}
+    rows = {"GPU" if memory.is_gpu else "CPU": f"{write_size(memory.available_bytes)} free"}
+    if not memory.is_gpu:
+        rows["Octavo"] = f"{write_size(memory.process_bytes)} for its processes and a step's work"
+        rows |= _refresh(plan)
     pool = plan.pool
     if pool is None:
         enough = f" Split among GPUs, --tp {plan.ranks_needed} would do." if plan.ranks_needed else ""
         return rows | {"refused": plan.refusal + enough}
-    rows["KV pool"] = f"{_human(pool.pool_bytes)}: {pool.decided_by}"
+    rows["KV pool"] = f"{write_size(pool.pool_bytes)}: {pool.decided_by}"
     rows["holds"] = (
         f"{pool.num_tokens:,} tokens of one sequence, {pool.full_sequences:.1f} requests of {pool.max_model_len:,}"
     )
@@ -266,7 +271,7 @@ def _ways(plan: Plan) -> str:
 
 def _way(option: Option) -> tuple[str, ...]:
     counts = ["-" if number is None else f"{number:,}" for number in (option.at_p50, option.at_p95)]
-    need = "-" if option.memory_bytes is None else _human(option.memory_bytes)
+    need = "-" if option.memory_bytes is None else write_size(option.memory_bytes)
     return option.words, f"{option.bytes_per_token:,}", *counts, need
 
 
@@ -280,14 +285,27 @@ def verdict(plan: Plan) -> list[str]:
     if paged.memory_bytes is not None and paged.pool_bytes is not None:
         kind = "main memory" if memory is not None and not memory.is_gpu else "a GPU's memory"
         each = " on each" if plan.question.ranks > 1 else ""
-        need = f"It takes {_human(paged.memory_bytes)} of {kind}{each}, {_human(paged.pool_bytes)} of it KV cache."
+        need = (
+            f"It takes {write_size(paged.memory_bytes)} of {kind}{each}, {write_size(paged.pool_bytes)} of it KV cache."
+        )
     if memory is None:
         return [f"{asked}.", need]
     if paged.fits:
         reserved = plan.options[0].at_load
         return [f"{asked}: it fits, and {paged.at_load:,} would; reserved in one piece, {reserved:,} would."]
     fit = "1 fits" if paged.at_load == 1 else f"{paged.at_load:,} fit" if paged.at_load else "none fits"
-    return [f"{asked}: {fit}.", need, *_advice(plan)]
+    return [f"{asked}: {fit}.", need, *_told(plan), *_advice(plan)]
+
+
+def _told(plan: Plan) -> list[str]:
+    """What a CPU with that much memory would have to be told: a sentence, or none."""
+    told, best = plan.told_on_a_cpu, plan.advised
+    if told is None or (best is not None and best.kind == "memory"):
+        return []
+    return [
+        f"There {told} is needed: without a flag the KV cache takes half of what the weights leave, at most "
+        f"{write_size(AUTO_BYTES)}."
+    ]
 
 
 def _advice(plan: Plan) -> list[str]:
@@ -295,7 +313,8 @@ def _advice(plan: Plan) -> list[str]:
     best = plan.advised
     if best is None:
         split = f"; --tp {plan.ranks_for_load} does" if plan.ranks_for_load else ""
-        return [f"None of the changes above makes it fit alone{split}."]
+        fewer = [f"{each.at_load} run at once with {each.words}." for each in plan.options if each.kind == "requests"]
+        return [f"None of the changes above makes it fit alone{split}.", *fewer]
     if best.kind == "memory":
         return [f"The memory is there: {best.words} gives it to the KV cache."]
     change = f"With this change it fits: {best.words} ({best.bytes_per_token:,} bytes a token)."
@@ -311,7 +330,12 @@ def _counted(count: int, name: str) -> str:
 def as_json(plan: Plan, name: dict[str, str]) -> dict[str, Any]:
     """Bytes are those of one GPU, unless a key says otherwise."""
     question, costs, lengths, memory = plan.question, plan.costs, plan.lengths, plan.question.memory
-    given = memory and {"kind": "gpu" if memory.is_gpu else "cpu", "bytes": memory.available_bytes}
+    given = memory and {
+        "kind": "gpu" if memory.is_gpu else "cpu",
+        "bytes": memory.available_bytes,
+        "process_bytes": memory.process_bytes,
+    }
+    step = {**asdict(costs.step), "bytes": costs.step.total} if memory is None or memory.is_gpu else None
     model, layout = question.model, costs.layout
     return {
         "octavo": VERSION,
@@ -322,6 +346,7 @@ def as_json(plan: Plan, name: dict[str, str]) -> dict[str, Any]:
             "window": costs.window,
         },
         "dtype": question.dtype,
+        "quantization": question.settings.quantization,
         "gpus": question.ranks,
         "weight_bytes": costs.weight_bytes,
         "kv": {
@@ -332,7 +357,8 @@ def as_json(plan: Plan, name: dict[str, str]) -> dict[str, Any]:
             "replication": plan.replication,
             "layers": [*map(_layer_facts, plan.kinds, plan.rank_kinds)],
         },
-        "step": {**asdict(costs.step), "bytes": costs.step.total, "refresh": costs.refresh_bytes},
+        "step": step,
+        "refresh_bytes": costs.refresh_bytes,
         "context": {
             "tokens": plan.context,
             "bytes": plan.context_bytes,
@@ -385,13 +411,3 @@ def _pool_facts(pool: PoolPlan) -> dict[str, Any]:
         "decided_by": pool.decided_by,
         "notes": list(pool.notes),
     }
-
-
-def _human(size: int) -> str:
-    """'2.5 GiB'"""
-    value, unit = float(size), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}"

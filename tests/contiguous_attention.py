@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from configs.decoder import DecoderConfig
-from engine.model.interface import ForwardBatch
+from engine.model.interface import AttentionLayer, ForwardBatch
 
 
 class ContiguousAttention:
@@ -18,28 +18,20 @@ class ContiguousAttention:
         self.windows = config.layer_windows
 
     def forward(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: ForwardBatch,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        assert softcap is None and sinks is None, "no family of ours asks for them"
+        assert layer.softcap is None and layer.sinks is None, "no family of ours asks for them"
         starts = batch.query_start.tolist()
         rows = [slice(start, end) for start, end in pairwise(starts)]
         assert [part.stop - part.start for part in rows] == batch.seq_lens.tolist(), "whole sequences only"
-        return torch.cat([self._attend(layer, q[part], k[part], v[part], scale) for part in rows])
+        return torch.cat([self._attend(layer, q[part], k[part], v[part]) for part in rows])
 
-    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def _attend(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-        seen = (distance >= 0) & (distance < (self.windows[layer] or len(q)))
+        seen = (distance >= 0) & (distance < (self.windows[layer.index] or len(q)))
         heads = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
         grouped = q.shape[1] != k.shape[1]
-        out = functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=grouped)
+        out = functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=layer.scale, enable_gqa=grouped)
         return out[0].transpose(0, 1).flatten(1)
 
 

@@ -13,7 +13,7 @@ import torch
 from configs.kv import KVLayout, LayerKV, WindowPages
 from configs.kv_flags import PLAIN, kv_layers
 from configs.limits import SchedulerLimits
-from configs.model import DType, SizedConfig
+from configs.model import DType, Quantization, SizedConfig
 from configs.settings import Settings
 from engine import device
 from engine.cache_setup import prefer_static
@@ -28,7 +28,7 @@ from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
 from engine.runner.executor import SingleExecutor
 from engine.runner.key_fit import KeyFit
-from engine.runner.kv_store import Shapings, static_shapings
+from engine.runner.kv_store import KVTransforms, static_transforms
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from kernels.threads import num_threads, set_threads
@@ -58,21 +58,28 @@ class Loaded:
         return kv_layers(Settings.create(self.kv), self.config, DTYPES[self.dtype])
 
     @cached_property
-    def shapings(self) -> list[Shapings]:
+    def transforms(self) -> list[KVTransforms]:
         """Keys fitted to random tokens; of the file of scales, if there is one, what is static."""
         plain = self.config.kv_layers(PLAIN[DTYPES[self.dtype]])
         token_ids = torch.randint(self.config.vocab_size, (128,), generator=torch.Generator().manual_seed(0)).tolist()
-        fitted = KeyFit.of(self.model, plain, token_ids, self.window, self.device).shapings(self.kv_layers)
+        fitted = KeyFit.of(self.model, plain, token_ids, self.window, self.device).transforms(self.kv_layers)
         path = self.kv.get("kv_cache_scales")
         if path is None:
             return fitted
-        static = static_shapings(KVScales.load(Path(path)), self.kv_layers, self.device)
+        static = static_transforms(KVScales.load(Path(path)), self.kv_layers, self.device)
         return [prefer_static(*both) for both in zip(static, fitted, strict=True)]
 
     @classmethod
-    def load(cls, path: Path, dtype: torch.dtype, window: int, device: torch.device = CPU) -> "Loaded":
+    def load(
+        cls,
+        path: Path,
+        dtype: torch.dtype,
+        window: int,
+        device: torch.device = CPU,
+        quantization: Quantization = "none",
+    ) -> "Loaded":
         config = read_config(path, trust_remote_code=False)
-        model = load_model(path, config, dtype, window, lambda fraction: None, device)
+        model = load_model(path, config, dtype, window, lambda fraction: None, device, quantization)
         return cls(model, config, dtype, window, device)
 
 
@@ -121,7 +128,7 @@ class Engine:
         limits = SchedulerLimits(max_num_seqs, chunk, window, kv_refresh_interval=loaded.refresh_interval)
         plain = None if loaded.refresh_interval is None else PLAIN[DTYPES[loaded.dtype]]
         model, device = loaded.model, loaded.device
-        runner = ModelRunner(model, loaded.config, layout, counts, limits, device, plain, loaded.shapings)
+        runner = ModelRunner(model, loaded.config, layout, counts, limits, device, plain, loaded.transforms)
         self.executor = SingleExecutor(runner, ())
         scheduler = Scheduler(limits, kv)
         info = CacheInfo(num_blocks, block_size, layout.block_bytes, layout.bytes_per_token, "", window, prefix_caching)

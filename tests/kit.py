@@ -425,7 +425,7 @@ class ScriptedServer:
         """As the engine says after it has received all that was sent to it."""
         assert self.context.client is not None
         client = self.context.client
-        expected = (running, waiting, client._sent)
+        expected = (running, waiting, client.line.num_sent)
         eventually(lambda: (client.stats.running, client.stats.waiting, client.stats.received_total) == expected)
 
     def assert_idle(self) -> None:

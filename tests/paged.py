@@ -11,7 +11,7 @@ from kernels import ops, reference
 from kernels.cpu import attention as native
 from kernels.cpu import library
 from kernels.cpu.offers import KINDS
-from kernels.ops import LayerPages, Shaping
+from kernels.ops import KVTransform, LayerPages
 from kernels.reference import kv_formats
 
 FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16, torch.float16: KVFormat.FP16}
@@ -64,14 +64,14 @@ class Paged:
     """[length, heads, head_dim] for each sequence"""
     k: list[torch.Tensor]
     v: list[torch.Tensor]
-    shapings: tuple[Shaping, Shaping] = (Shaping(), Shaping())
+    transforms: tuple[KVTransform, KVTransform] = (KVTransform(), KVTransform())
 
     @property
     def scale(self):
         return self.spec.layers[0].head_dim ** -0.5
 
     def pages(self, layer=1):
-        return LayerPages(self.pool, self.spec, layer, *self.shapings)
+        return LayerPages(self.pool, self.spec, layer, *self.transforms)
 
     def read(self, b, layer=1):
         """K and V of sequence b as its bytes mean them, fp64 [length, kv_heads, head_dim]."""
@@ -130,17 +130,17 @@ def meaning(pages, which, blocks):
         x = groups.flatten(2)
     if kind.is_rotated(half.format):
         x = x @ rotation(kind.head_dim)
-    return unshaped(x, pages.shapings[which])
+    return untransformed(x, pages.transforms[which])
 
 
-def unshaped(x, shaping):
+def untransformed(x, transform):
     """x: [tokens, kv_heads, dim]"""
-    if shaping.channels is not None:
-        x = x * shaping.channels.to(x.dtype)
-    return x if shaping.centre is None else x + shaping.centre.to(x.dtype)
+    if transform.channels is not None:
+        x = x * transform.channels.to(x.dtype)
+    return x if transform.centre is None else x + transform.centre.to(x.dtype)
 
 
-def random_shapings(kind, generator, centred=True):
+def random_transforms(kind, generator, centred=True):
     """What static scales and fitted keys bring: (of K, of V). Scores that are bent must not be of centred keys."""
 
     def random(*size):
@@ -149,12 +149,12 @@ def random_shapings(kind, generator, centred=True):
     found = []
     for which, form in enumerate(kind.formats):
         if kind.static and form.may_be_static:
-            found.append(Shaping((random() + 0.5) / (20 if form is KVFormat.INT8 else 1)))
+            found.append(KVTransform((random() + 0.5) / (20 if form is KVFormat.INT8 else 1)))
         elif which == 0 and kind.num_scales(form):
             centre, feedback = random() - 0.5, (random(kind.head_dim) - 0.5) / 4
-            found.append(Shaping(random() + 0.5, centre if centred else None, feedback))
+            found.append(KVTransform(random() + 0.5, centre if centred else None, feedback))
         else:
-            found.append(Shaping())
+            found.append(KVTransform())
     return found[0], found[1]
 
 
@@ -200,7 +200,7 @@ def make_paged(
 
     q = [random(length, kv_heads * group) for length in lengths]
     k, v = ([random(length, kv_heads) for length in lengths] for _ in range(2))
-    paged = Paged(spec, pool, list(lengths), tables, q, k, v, random_shapings(kind, generator, centred))
+    paged = Paged(spec, pool, list(lengths), tables, q, k, v, random_transforms(kind, generator, centred))
     for b in range(len(lengths)):
         paged.store(b)
     return paged

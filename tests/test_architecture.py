@@ -20,6 +20,7 @@ FLOORS: dict[str, set[str]] = {
     **{f"{name.replace('.', '/')}.py": {*VALUES, "configs"} for name in VALUES},
     "engine/logs.py": set(),
     "engine/throughput.py": set(),
+    "engine/waiting_line.py": {"engine.throughput", *VALUES},
     "engine/admission.py": VALUES,
     "engine/request_stream.py": {"engine.text", *VALUES},
     "engine/client.py": {
@@ -28,7 +29,7 @@ FLOORS: dict[str, set[str]] = {
         "engine.served_model",
         "engine.supervisor",
         "engine.text",
-        "engine.throughput",
+        "engine.waiting_line",
         *VALUES,
     },
     "engine/llm.py": {
@@ -94,7 +95,15 @@ THIRD_PARTY_FORBIDDEN: dict[str, set[str]] = {
     **{f"{name.replace('.', '/')}.py": {"torch", "numpy", "transformers", "fastapi", "zmq"} for name in VALUES},
     **{
         f"engine/{name}.py": {"torch", "transformers", "fastapi"}
-        for name in ("admission", "client", "request_stream", "served_model", "supervisor", "throughput")
+        for name in (
+            "admission",
+            "client",
+            "request_stream",
+            "served_model",
+            "supervisor",
+            "throughput",
+            "waiting_line",
+        )
     },
     **{
         f"engine/{name}.py": {"transformers", "fastapi"}
@@ -214,7 +223,15 @@ def run_python(code: str, *arguments: str) -> str:
 
 @pytest.mark.parametrize(
     "module",
-    ["engine.core.loop", "engine.client", "engine.kv_scales", "engine.text.tokenizer", "server.app", "server.cli"],
+    [
+        "engine.core.loop",
+        "engine.client",
+        "engine.kv_scales",
+        "engine.text.tokenizer",
+        "server.app",
+        "server.cli",
+        "server.bench.command",
+    ],
 )
 def test_loads_no_torch(module: str) -> None:
     run_python(f"import sys, {module}; assert 'torch' not in sys.modules, 'torch'")

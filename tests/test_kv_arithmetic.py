@@ -10,13 +10,14 @@ from typing import Any
 import published_models
 import pytest
 
+from configs.files import MAX_MIB
 from configs.kv import KVFormat, KVLayout, LayerKV
 from configs.plan import Plan, layer_kinds, make_plan
 from configs.plan_costs import paged_bytes, payload_bytes
-from configs.plan_lengths import MAX_MIB, assumed_lengths
+from configs.plan_lengths import assumed_lengths
 from configs.plan_model import even_splits, rank_of, with_kv_heads
 from configs.plan_options import MAX_PERCENT, Question
-from configs.pool import Memory
+from configs.pool import AUTO_BYTES, PROCESS_BYTES, Memory
 from configs.settings import Settings
 
 TEXT = (Path(__file__).parent.parent / "docs/kv-arithmetic.md").read_text()
@@ -35,8 +36,9 @@ QUOTED = (
     "“MQA makes the cache 8 times smaller.”",
     "“GQA makes it 4 times smaller.”",
     "“2,048 tokens are 8 pages.”",
+    "with SmolLM2 they had 367 MiB beside weights and pool",
 )
-"""Figures of others: Ainslie et al. 2023, table 1, and what articles say."""
+"""Figures of others: Ainslie et al. 2023, table 1, and what articles say; and one that was measured."""
 NAMES = re.compile(
     r"""Llama-[\d.]+-\d+B | Llama\ 2 | Gemma\ ?3 | Qwen[\d.]+-[\d.]+B | Qwen3 | Gemma-3-\d+B | SmolLM2-[\d.]+[MB]
     | Phi-4-14B | T5-XXL | table\ 1\b
@@ -192,6 +194,7 @@ def of_the_planner() -> list[str]:
         for option in found.options
     ]
     few, many = (plan("Gemma-3-27B", 80, 32768, max_model_len=32768, max_num_seqs=count) for count in (8, 128))
+    fewest = next(option for option in many.options if option.kind == "requests")
     return [
         *lines,
         f"at most {lengths.p50:,} tokens long, prompt and output together, and 95 % at most {lengths.p95:,}",
@@ -202,7 +205,10 @@ def of_the_planner() -> list[str]:
         f"| of {found.lengths.p50:,} tokens | of {found.lengths.p95:,} tokens | memory for {found.load.count} of "
         f"{found.load.tokens:,} |",
         f"`--max-model-len 32768` on 80 GiB holds {many.in_pages.at_load} request of {32768:,} tokens with "
-        f"`--max-num-seqs 128`, and {few.in_pages.at_load} with 8",
+        f"`--max-num-seqs 128`, {few.in_pages.at_load} with 8, and {fewest.at_load} with {fewest.words.split()[1]}, "
+        "which is what the planner proposes",
+        f"On a CPU {PROCESS_BYTES / 2**20:g} MiB are, for",
+        f"half of what is left, {AUTO_BYTES / 2**30:g} GiB at most",
         "differ by less than 1 %",
         "filled up to 32 rows",
     ]

@@ -36,23 +36,26 @@ class KVStore(Protocol):
         """k, v: [T, kv_heads, head_dim], any row stride, model dtype."""
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """Which layer attends, and how it makes weights of scores: see `kernels.ops.paged_attention`."""
+
+    index: int
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    """fp32 [heads]"""
+
+
 class AttentionBackend(Protocol):
     """Attention of a step's queries over the pages, K and V read as they are stored."""
 
     name: str
 
     def forward(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: ForwardBatch,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Stores k and v, then attends causally; scale, softcap, sinks: as in `kernels.ops.paged_attention`.
+        """Stores k and v, then attends causally.
 
         q: [T, heads, head_dim], rotated; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim], model dtype.
         All rows' K and V are stored before any row attends.

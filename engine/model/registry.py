@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from configs.decoder import FAMILIES, DecoderConfig
-from configs.model import SizedConfig
+from configs.model import Quantization, SizedConfig
 from configs.supported import read_model
 from engine.model.base import Architecture, CausalLM
 from engine.model.gguf_weights import GGUFSource
+from engine.model.layers.linear import Linear
 from engine.model.weights import SafetensorsSource, WeightSource, load_weights
 
 CPU = torch.device("cpu")
@@ -37,23 +38,28 @@ def load_model(
     max_model_len: int,
     progress: Callable[[float], None],
     device: torch.device = CPU,
+    quantization: Quantization = "none",
 ) -> CausalLM:
     """The model in `path` (folder of safetensors or .gguf file), in eval mode and without gradients.
 
     `config` is `read_config`'s; `max_model_len` is the effective window, which fixes the rotary tables; `progress` gets
     the fraction loaded. Every weight goes to `device` as it is read (of a class of transformers, once it is whole), and
-    is packed for it there. Raises `StartupError` for weights that are missing, damaged or do not fit.
+    is packed for it there. quantization: of linear layers, in architectures of ours. Raises `StartupError` for weights
+    that are missing, damaged or do not fit.
     """
     window = config.effective_window(max_model_len)
     if not isinstance(config, DecoderConfig):
         from engine.model.fallback.config import TransformersConfig
         from engine.model.fallback.load import load_transformers_model
 
-        assert isinstance(config, TransformersConfig)
+        assert isinstance(config, TransformersConfig) and quantization == "none"  # else `weight_bytes` has refused
         return load_transformers_model(config, dtype, window, progress, device)
     source: WeightSource = GGUFSource(path, config) if path.is_file() else SafetensorsSource(path)
     module = import_module(f"engine.model.archs.{FAMILIES[config.architecture].module}")
     with torch.device(device):
         model: Architecture = module.Model(config, dtype, window)
+    for layer in model.modules():
+        if isinstance(layer, Linear) and quantization == "int8":
+            layer.quantise()
     load_weights(model, source, progress)
     return model.eval()

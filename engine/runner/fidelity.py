@@ -11,7 +11,7 @@ import torch
 
 from configs.kv import LayerKV
 from engine.model.base import CausalLM
-from engine.runner.kv_store import Shapings
+from engine.runner.kv_store import KVTransforms
 from engine.runner.solo import Solo
 
 ROWS = 16
@@ -53,9 +53,9 @@ class Trial:
         self._expected = self._hidden(plain, None)
 
     @torch.inference_mode()
-    def measure(self, layers: Sequence[LayerKV], shapings: Sequence[Shapings] | None) -> Fidelity:
-        """layers: the same in other formats; shapings: what is done to K and V of each layer."""
-        found = self._hidden(layers, shapings)
+    def measure(self, layers: Sequence[LayerKV], transforms: Sequence[KVTransforms] | None) -> Fidelity:
+        """layers: the same in other formats; transforms: what is done to K and V of each layer."""
+        found = self._hidden(layers, transforms)
         divergence = agreement = 0.0
         for first in range(0, len(found), ROWS):
             both = (hidden[first : first + ROWS] for hidden in (self._expected, found))
@@ -64,7 +64,7 @@ class Trial:
             agreement += float((expected.argmax(dim=-1) == ours.argmax(dim=-1)).sum())
         return Fidelity(divergence / len(found), agreement / len(found), len(found))
 
-    def _hidden(self, layers: Sequence[LayerKV], shapings: Sequence[Shapings] | None) -> torch.Tensor:
-        return Solo(self.model, layers, len(self.token_ids), self.device, shapings).hidden(
+    def _hidden(self, layers: Sequence[LayerKV], transforms: Sequence[KVTransforms] | None) -> torch.Tensor:
+        return Solo(self.model, layers, len(self.token_ids), self.device, transforms).hidden(
             self.token_ids, chunk=self.chunk
         )

@@ -1,6 +1,6 @@
-"""How a model's keys are shaped before they are rounded to few bits, found from a text before any request.
+"""What is done to a model's keys before they are rounded to few bits, found from a text before any request.
 
-    text ─> pieces, each at another place of the window ─> the model, as it serves ─> moments of K and Q ─> `Shaping`
+    text ─> the model, as it serves (`engine.runner.observing`) ─> moments of K and Q ─> `KVTransform`
 
 A rounded key costs what its error adds to scores, q . error. So for each layer and key/value head:
 
@@ -13,9 +13,8 @@ A rounded key costs what its error adds to scores, q . error. So for each layer 
               U' U, U upper triangular, dim j > i gets error x U[i, j] / U[i, i] subtracted. (GPTQ, Frantar et al. 2023;
               LDLQ in QuIP, Chee et al. 2023: for weights.)
 
-K is looked at as it is stored, after the rotation by position; why pieces lie all over the window says
-`engine.calibration`. Where the plain torch kernel stores keys (on a GPU, or without a compiler) there is no feedback:
-dim by dim is too many operations there.
+K is looked at as it is stored, after the rotation by position. Where the plain torch kernel stores keys (on a GPU, or
+without a compiler) there is no feedback: dim by dim is too many operations there.
 """
 
 from collections.abc import Sequence
@@ -24,17 +23,15 @@ import torch
 
 from configs.kv import LayerKV
 from engine.model.base import CausalLM
-from engine.model.interface import AttentionBackend, ForwardBatch
-from engine.runner.kv_store import UNSHAPED, Shapings
-from engine.runner.solo import Solo
+from engine.model.interface import AttentionLayer
+from engine.runner.kv_store import UNTRANSFORMED, KVTransforms
+from engine.runner.observing import observe
 from kernels import ops, reference
 from kernels.reference import kv_formats
 from kernels.registry import choose
 
 PIECE = 128
 """Tokens of the text that see each other."""
-GOLDEN_RATIO = (5**0.5 - 1) / 2
-"""Of the window, between one piece's place and the next one's, round and round: any number of them lie evenly."""
 DAMPING = 0.03
 """Of the mean of H's diagonal, added to it: directions in which the text has no queries count that much."""
 TINY = 1e-4
@@ -43,36 +40,33 @@ NARROWEST = 2.0**-10
 """Of the widest dim of its head: a dim that hardly varied in the text counts as this wide."""
 
 
-def places(window: int, size: int, count: int) -> list[int]:
-    """Where `count` pieces of `size` tokens begin, all over the window."""
-    return [int((window - size) * (number * GOLDEN_RATIO % 1.0)) for number in range(count)]
-
-
 class KeyFit:
     """What was found of a model's keys, for caches of any formats."""
 
-    def __init__(self, moments: "Moments") -> None:
+    def __init__(self, moments: Sequence["LayerMoments"]) -> None:
+        """moments: of each of the model's layers."""
         self._moments = moments
 
     @classmethod
-    @torch.inference_mode()
     def of(
         cls, model: CausalLM, plain: Sequence[LayerKV], token_ids: Sequence[int], window: int, device: torch.device
     ) -> "KeyFit":
         """plain: the model's layers in its own format; token_ids: of the text; window: tokens."""
         size = min(PIECE, window)
         pieces = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
-        solo = Solo(model, plain, size, device)
-        moments = Moments(solo.attention, len(plain))
-        solo.attention = moments
-        for piece, place in zip(pieces, places(window, size, len(pieces)), strict=True):
-            solo.hidden(piece, place)
+        moments = [LayerMoments() for _ in plain]
+
+        def see(layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+            moments[layer.index].add(q, k)
+            moments[layer.index].is_bent = layer.softcap is not None or layer.sinks is not None
+
+        observe(model, plain, pieces, window, device, see)
         return cls(moments)
 
-    def shapings(self, layers: Sequence[LayerKV]) -> list[Shapings]:
+    def transforms(self, layers: Sequence[LayerKV]) -> list[KVTransforms]:
         """Of each of `layers`: of keys with scales of their own, and of nothing else."""
         return [
-            (self._moments.layers[number].shaping(layer), ops.NO_SHAPING) if layer.fits_keys else UNSHAPED
+            (self._moments[number].transform(layer), ops.NO_TRANSFORM) if layer.fits_keys else UNTRANSFORMED
             for number, layer in enumerate(layers)
         ]
 
@@ -101,13 +95,13 @@ class LayerMoments:
         by_head = q.float().view(len(q), k.shape[1], -1, q.shape[2]).transpose(0, 1).flatten(1, 2)
         self.q_products = self.q_products + (by_head.mT @ by_head).double()
 
-    def shaping(self, layer: LayerKV) -> ops.Shaping:
+    def transform(self, layer: LayerKV) -> ops.KVTransform:
         """None at all where there was no text, or the model's numbers were not finite."""
         if not self.num_tokens:
-            return ops.NO_SHAPING
+            return ops.NO_TRANSFORM
         k, squares, products = (torch.as_tensor(x).cpu() for x in (self.k, self.k_squares, self.q_products))
         if not all(bool(x.isfinite().all()) for x in (k, squares, products)):
-            return ops.NO_SHAPING
+            return ops.NO_TRANSFORM
         mean = torch.zeros_like(k) if self.is_bent else k / self.num_tokens
         width = (squares / self.num_tokens - mean.square()).clamp_min(0).sqrt()
         width = torch.maximum(width, width.amax(dim=-1, keepdim=True) * NARROWEST).clamp_min(TINY)
@@ -118,7 +112,7 @@ class LayerMoments:
             met = products * channels.unsqueeze(-1) * channels.unsqueeze(-2)  # by what is stored
             shares = feedback(kv_formats.rotate(kv_formats.rotate(met).mT))
         found = (channels, None if self.is_bent else mean, shares)
-        return ops.Shaping(*(None if x is None else x.float().contiguous().to(device) for x in found))
+        return ops.KVTransform(*(None if x is None else x.float().contiguous().to(device) for x in found))
 
 
 def feedback(products: torch.Tensor) -> torch.Tensor:
@@ -129,29 +123,3 @@ def feedback(products: torch.Tensor) -> torch.Tensor:
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
     shares: torch.Tensor = upper / upper.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     return shares
-
-
-class Moments:
-    """`AttentionBackend` that hands everything on and notes what K and Q look like."""
-
-    name = "key fit"
-
-    def __init__(self, inner: AttentionBackend, num_layers: int) -> None:
-        self.inner = inner
-        self.layers = [LayerMoments() for _ in range(num_layers)]
-
-    def forward(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: ForwardBatch,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        moments = self.layers[layer]
-        moments.add(q, k)
-        moments.is_bent = softcap is not None or sinks is not None
-        return self.inner.forward(layer, q, k, v, batch, scale, softcap, sinks)

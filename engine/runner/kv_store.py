@@ -13,20 +13,20 @@ from engine.model.interface import ForwardBatch
 from kernels import ops
 
 HUGE_PAGE = 2 * 1024 * 1024
-Shapings = tuple[ops.Shaping, ops.Shaping]
+KVTransforms = tuple[ops.KVTransform, ops.KVTransform]
 """(of K, of V) of a layer."""
-UNSHAPED: Shapings = (ops.NO_SHAPING, ops.NO_SHAPING)
+UNTRANSFORMED: KVTransforms = (ops.NO_TRANSFORM, ops.NO_TRANSFORM)
 
 
-def static_shapings(scales: KVScales, layers: Sequence[LayerKV], device: torch.device) -> list[Shapings]:
+def static_transforms(scales: KVScales, layers: Sequence[LayerKV], device: torch.device) -> list[KVTransforms]:
     """What stores of `layers`, which the scales fit (`KVScales.check`), divide by, on the device. Halves whose format
     has scales of its own get none."""
     found = []
     for layer, both in zip(layers, scales.layers, strict=True):
         k, v = (
-            ops.Shaping(torch.from_numpy(numbers).to(device))
+            ops.KVTransform(torch.from_numpy(numbers).to(device))
             if layer.static and format.may_be_static
-            else ops.NO_SHAPING
+            else ops.NO_TRANSFORM
             for format, numbers in zip(layer.formats, both, strict=True)
         )
         found.append((k, v))
@@ -72,14 +72,16 @@ class PagedStore:
     """`KVStore` of all formats, over pools in a layout."""
 
     def __init__(
-        self, pools: Sequence[torch.Tensor], layout: KVLayout, shapings: Sequence[Shapings] | None = None
+        self, pools: Sequence[torch.Tensor], layout: KVLayout, transforms: Sequence[KVTransforms] | None = None
     ) -> None:
-        """`pools`: one for each KV group; `shapings`: one for each of the model's layers; None: nothing is done."""
+        """`pools`: one for each KV group; `transforms`: one for each of the model's layers; None: nothing is done."""
         self.groups = tuple(group for group, _ in layout.places)
         """The KV group of each of the model's layers."""
         self.pages = tuple(
             ops.LayerPages(pools[group], layout.groups[group].spec, index, *of_layer)
-            for (group, index), of_layer in zip(layout.places, shapings or [UNSHAPED] * layout.num_layers, strict=True)
+            for (group, index), of_layer in zip(
+                layout.places, transforms or [UNTRANSFORMED] * layout.num_layers, strict=True
+            )
         )
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> None:

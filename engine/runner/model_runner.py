@@ -15,7 +15,7 @@ from engine.messages import StepPlan
 from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend
 from engine.runner.attention.paged import PagedAttention
-from engine.runner.kv_store import PagedStore, Shapings, allocate_pool
+from engine.runner.kv_store import KVTransforms, PagedStore, allocate_pool
 from engine.runner.prepare import BatchBuilder, link_to
 from engine.runner.refresh import RefreshAttention
 from engine.runner.request_rows import RequestRows
@@ -36,11 +36,11 @@ class ModelRunner:
         limits: SchedulerLimits,
         device: torch.device = CPU,
         plain: KVFormat | None = None,
-        shapings: Sequence[Shapings] | None = None,
+        transforms: Sequence[KVTransforms] | None = None,
     ) -> None:
         """model: an `engine.model.base.CausalLM`, or what has its `hidden` and `logits`; num_pages: of each group;
         device: where the model's weights are; plain: the format of the model's own numbers, in which sequences are
-        refreshed, None: none ever is; shapings: of `PagedStore`.
+        refreshed, None: none ever is; transforms: of `PagedStore`.
 
         `StartupError` if the pools do not fit.
         """
@@ -51,7 +51,7 @@ class ModelRunner:
         )
         """uint8 [pages, block_bytes] of each KV group"""
         self.rows = RequestRows(limits.max_num_seqs, limits.max_model_len, layout.block_size, len(self.pools))
-        self.attention = PagedAttention(PagedStore(self.pools, layout, shapings), layout)
+        self.attention = PagedAttention(PagedStore(self.pools, layout, transforms), layout)
         self.refresh: RefreshAttention | None = None
         """For the rows of `plan.refreshed_slots`."""
         if plain is not None:

@@ -10,7 +10,7 @@ import torch
 
 from configs.kv import KVFormat, KVLayout
 from configs.refresh import scratch
-from engine.model.interface import ForwardBatch
+from engine.model.interface import AttentionLayer, ForwardBatch
 from engine.runner.attention.paged import PagedAttention
 from engine.runner.kv_store import allocate_pool
 from kernels import ops
@@ -40,22 +40,13 @@ class RefreshAttention:
         }
 
     def forward(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: ForwardBatch,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """q: [T, heads, head_dim], rotated; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
-        if layer not in self._pages:  # its pages are in full precision themselves
-            return self.paged.forward(layer, q, k, v, batch, scale, softcap, sinks)
-        pages, window = self._pages[layer]
-        self.paged.store.write(layer, k, v, batch)
+        if layer.index not in self._pages:  # its pages are in full precision themselves
+            return self.paged.forward(layer, q, k, v, batch)
+        pages, window = self._pages[layer.index]
+        self.paged.store.write(layer.index, k, v, batch)
         ops.store_kv(k, v, pages, batch.positions)
-        return ops.paged_attention(
-            q, pages, self._table, batch.query_start, batch.seq_lens, scale, window, softcap, sinks
-        )
+        where = pages, self._table, batch.query_start, batch.seq_lens
+        return ops.paged_attention(q, *where, layer.scale, window, layer.softcap, layer.sinks)

@@ -8,7 +8,7 @@ from configs.kv import KVLayout, LayerKV
 from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.runner.attention.paged import PagedAttention
-from engine.runner.kv_store import PagedStore, Shapings, allocate_pool
+from engine.runner.kv_store import KVTransforms, PagedStore, allocate_pool
 
 BLOCK_SIZE = 16
 
@@ -22,14 +22,14 @@ class Solo:
         layers: Sequence[LayerKV],
         num_tokens: int,
         device: torch.device,
-        shapings: Sequence[Shapings] | None = None,
+        transforms: Sequence[KVTransforms] | None = None,
     ) -> None:
-        """shapings: of `PagedStore`."""
+        """transforms: of `PagedStore`."""
         self.model, self.device = model, device
         self.layout = KVLayout.of(tuple(layers), BLOCK_SIZE)
         self.num_pages = -(-num_tokens // BLOCK_SIZE)
         pools = [allocate_pool(self.num_pages, group.spec.block_bytes, device) for group in self.layout.groups]
-        self.attention: AttentionBackend = PagedAttention(PagedStore(pools, self.layout, shapings), self.layout)
+        self.attention: AttentionBackend = PagedAttention(PagedStore(pools, self.layout, transforms), self.layout)
 
     @torch.inference_mode()
     def hidden(self, token_ids: Sequence[int], first_position: int = 0, chunk: int | None = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from configs.kv import KVFormat, KVHalf
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import KINDS, native_candidates
 from kernels.cpu.store import FORMATS, address, address_of_signs
-from kernels.ops import LayerPages, Shaping, compute_dtype
+from kernels.ops import KVTransform, LayerPages, compute_dtype
 from kernels.registry import KVFormats
 
 ISAS = {
@@ -127,18 +127,18 @@ class NativeAttention:
 
 def describe(pages: LayerPages) -> tuple[AttentionHalf, AttentionHalf]:
     """(K, V)"""
-    k, v = (_half(pages, half, shaping) for half, shaping in zip(pages.halves, pages.shapings, strict=True))
+    k, v = (_half(pages, half, transform) for half, transform in zip(pages.halves, pages.transforms, strict=True))
     return k, v
 
 
-def _half(pages: LayerPages, half: KVHalf, shaping: Shaping) -> AttentionHalf:
+def _half(pages: LayerPages, half: KVHalf, transform: KVTransform) -> AttentionHalf:
     return AttentionHalf(
         FORMATS[half.format],
         half.codes.offset,
         -1 if half.scales is None else half.scales.offset,
         -1 if half.zeros is None else half.zeros.offset,
         address_of_signs(pages, half),
-        address(shaping.channels),
+        address(transform.channels),
     )
 
 

@@ -17,6 +17,7 @@ from kernels import ops
 from kernels.cpu.elementwise import GATES
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
+from kernels.int8_weight import Int8Weight
 from kernels.registry import Accepted, Candidate, Refused
 
 ISAS = {
@@ -36,7 +37,10 @@ _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 class LinearWeight(ctypes.Structure):
     """Mirror of the struct in `csrc/linear.h`."""
 
-    _fields_ = (("units", _PTR), ("bias", _PTR), ("n", _I64), ("k", _I64), ("depth", _I64), ("gate", _I64))
+    _fields_ = (
+        *(("units", _PTR), ("codes", _PTR), ("scales", _PTR), ("bias", _PTR)),
+        *(("n", _I64), ("k", _I64), ("depth", _I64), ("gate", _I64)),
+    )
 
 
 class WeightMemory:
@@ -66,18 +70,14 @@ class NativeLinear:
     """A weight laid out for one entry of the library. A `kernels.ops.PackedLinear`."""
 
     def __init__(
-        self,
-        entry: Callable[..., int],
-        units: torch.Tensor,
-        bias: torch.Tensor | None,
-        layout: LinearWeight,
-        dtype: torch.dtype,
+        self, entry: Callable[..., int], layout: LinearWeight, dtype: torch.dtype, *kept: torch.Tensor | None
     ) -> None:
+        """kept: what `layout` points to."""
         self.in_features: int = layout.k
         self.out_features: int = layout.n
         self.dtype = dtype
         self._entry = entry
-        self._keep = units, bias, layout
+        self._keep = layout, kept
         self._weight = ctypes.addressof(layout)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,28 +102,70 @@ class NativePacker:
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, gate: ops.Gate | None = None
     ) -> NativeLinear:
         outputs = weight.shape[0] // 2 if gate else weight.shape[0]
-        if gate:
-            weight, bias = side_by_side(weight), None if bias is None else side_by_side(bias)
-        elif weight.stride(1) != 1:
-            weight = weight.contiguous()
-        (columns, k), itemsize = weight.shape, weight.itemsize
-        depth = k if itemsize == 4 else _align(k, 32) // 2
+        rows = rows_to_pack(weight, gate)
+        (columns, k), itemsize = rows.shape, rows.itemsize
+        depth = depth_of(k, weight.dtype)
         units = self._memory.take(_align(columns, BLOCK) * depth * 4)
-        # fmt: off
-        self._pack(
-            weight.data_ptr(), weight.stride(0) * itemsize, itemsize, columns, k, depth, units.data_ptr(),
-        )
-        # fmt: on
-        wide = None
-        if bias is not None:
-            wide = torch.zeros(_align(columns, BLOCK))
-            wide[:columns] = bias
+        self._pack(rows.data_ptr(), rows.stride(0) * itemsize, itemsize, columns, k, depth, units.data_ptr())
+        wide = None if bias is None else per_column(bias, gate)
         # fmt: off
         layout = LinearWeight(
-            units.data_ptr(), None if wide is None else wide.data_ptr(), outputs, k, depth, GATES[gate] if gate else 0,
+            units=units.data_ptr(), bias=_pointer(wide), n=outputs, k=k, depth=depth, gate=GATES[gate] if gate else 0,
         )
         # fmt: on
-        return NativeLinear(self._entry, units, wide, layout, weight.dtype)
+        return NativeLinear(self._entry, layout, weight.dtype, units, wide)
+
+
+class NativeInt8Packer:
+    """`pack_linear_int8` for one instruction set and dtype. Keeps the memory that weights are put in."""
+
+    def __init__(self, native: NativeLibrary, ending: str) -> None:
+        self._pack = native.function("pack_linear_int8", (_PTR, _I64, _I64, _I64, _I64, _PTR))
+        self._entry = native.function(f"linear_{ending}", (_PTR, _PTR, _I64, _I64, _PTR), ctypes.c_int32)
+        self._memory = WeightMemory()
+
+    def __call__(
+        self,
+        weight: Int8Weight,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        gate: ops.Gate | None = None,
+    ) -> NativeLinear:
+        outputs = weight.codes.shape[0] // 2 if gate else weight.codes.shape[0]
+        rows = rows_to_pack(weight.codes, gate)
+        columns, k = rows.shape
+        depth = depth_of(k, dtype)
+        dims = depth * (4 // dtype.itemsize)
+        codes = self._memory.take(_align(columns, BLOCK) * dims)
+        self._pack(rows.data_ptr(), rows.stride(0), columns, k, dims, codes.data_ptr())
+        scales, wide = per_column(weight.scales, gate), None if bias is None else per_column(bias, gate)
+        # fmt: off
+        layout = LinearWeight(
+            codes=codes.data_ptr(), scales=scales.data_ptr(), bias=_pointer(wide),
+            n=outputs, k=k, depth=depth, gate=GATES[gate] if gate else 0,
+        )
+        # fmt: on
+        return NativeLinear(self._entry, layout, dtype, codes, scales, wide)
+
+
+def rows_to_pack(weight: torch.Tensor, gate: ops.Gate | None) -> torch.Tensor:
+    """A row for each column of the packed weight, dense inside."""
+    if gate:
+        return side_by_side(weight)
+    return weight if weight.stride(1) == 1 else weight.contiguous()
+
+
+def per_column(numbers: torch.Tensor, gate: ops.Gate | None) -> torch.Tensor:
+    """[outputs] -> fp32, one a column of the packed weight's blocks; zeros behind the last."""
+    numbers = side_by_side(numbers) if gate else numbers
+    wide = torch.zeros(_align(len(numbers), BLOCK))
+    wide[: len(numbers)] = numbers
+    return wide
+
+
+def depth_of(inputs: int, dtype: torch.dtype) -> int:
+    """Units of a column of the packed weight."""
+    return inputs if dtype.itemsize == 4 else _align(inputs, 32) // 2
 
 
 def side_by_side(rows: torch.Tensor) -> torch.Tensor:
@@ -192,7 +234,12 @@ def _align(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 CANDIDATES = (
     *native_candidates("pack_linear", "linear", ISAS, NativePacker),
     Candidate("pack_linear", "oneDNN", _offer_onednn),
+    *native_candidates("pack_linear_int8", "linear", ISAS, NativeInt8Packer),
 )

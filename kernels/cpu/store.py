@@ -105,12 +105,12 @@ def describe(pages: LayerPages) -> StorePages:
             half.codes.offset,
             -1 if half.scales is None else half.scales.offset,
             -1 if half.zeros is None else half.zeros.offset,
-            address(shaping.centre),
-            address(shaping.channels),
+            address(transform.centre),
+            address(transform.channels),
             address_of_signs(pages, half),
-            address(shaping.feedback),
+            address(transform.feedback),
         )
-        for half, shaping in zip(pages.halves, pages.shapings, strict=True)
+        for half, transform in zip(pages.halves, pages.transforms, strict=True)
     ]
     spec = pages.spec
     return StorePages(*halves, pages.pool.data_ptr(), spec.block_bytes, spec.block_size, kind.kv_heads, kind.head_dim)

@@ -10,7 +10,7 @@ import torch
 
 from kernels.reference.attention import paged_attention
 from kernels.reference.elementwise import add_rms_norm, gate_mul, rms_norm, rotary
-from kernels.reference.linear import pack_linear
+from kernels.reference.linear import pack_linear, pack_linear_int8
 from kernels.reference.pages import copy_blocks, store_kv
 from kernels.registry import Accepted, Candidate
 
@@ -32,6 +32,7 @@ CANDIDATES = tuple(
         rotary,
         gate_mul,
         pack_linear,
+        pack_linear_int8,
         store_kv,
         paged_attention,
         copy_blocks,

@@ -49,8 +49,8 @@ def _as_keys(q: torch.Tensor, pages: LayerPages) -> torch.Tensor:
     fp32, rounded to the dtype that attention computes in."""
     kind, dtype = pages.kind, compute_dtype(q.dtype, pages.kind.formats)
     q = q.float()
-    if pages.k_shaping.channels is not None:
-        q = _times(q, pages.k_shaping.channels)
+    if pages.k_transform.channels is not None:
+        q = _times(q, pages.k_transform.channels)
     if kind.is_rotated(kind.formats[0]):
         q = kv_formats.rotate(q)
     return q.to(dtype).float().contiguous()
@@ -60,7 +60,7 @@ def _from_values(out: torch.Tensor, pages: LayerPages) -> torch.Tensor:
     """Sums [T, Hq, D] of V as it is stored -> of V."""
     if pages.kind.is_rotated(pages.kind.formats[1]):
         out = kv_formats.unrotate(out)
-    return out if pages.v_shaping.channels is None else _times(out, pages.v_shaping.channels)
+    return out if pages.v_transform.channels is None else _times(out, pages.v_transform.channels)
 
 
 def _times(x: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:

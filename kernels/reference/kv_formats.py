@@ -1,7 +1,8 @@
 """How a head's numbers become codes and scales, and what those mean when they are read.
 
     x        K or V of a token and head, widened to fp32
-    shaped   (K of formats with scales of their own) (x - centre) / channel: `Shaping`. Q is multiplied by the channels.
+    fitted   (K of formats with scales of their own) (x - centre) / channel (`KVTransform`); Q is multiplied by the
+             channels
     rotated  (formats with scales of their own) x times signs, then a fast Walsh-Hadamard transform over blocks as
              long as the largest power of two that divides head_dim: butterflies of stride 1, 2, 4 ..., then one product
              with 1 / sqrt(block). Q is rotated as K was, which leaves scores what they are; the output is rotated back.
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 import torch
 
 from configs.kv import INT4_GROUP, KVFormat, LayerKV
-from kernels.ops import Shaping
+from kernels.ops import KVTransform
 
 LARGEST = {KVFormat.FP8_E4M3: 448.0, KVFormat.FP8_E5M2: 57344.0, KVFormat.INT8: 127.0}
 """The largest code of symmetric formats."""
@@ -57,15 +58,15 @@ class Encoded:
     """fp16 [T, kv_heads, groups]"""
 
 
-def encode(x: torch.Tensor, kind: LayerKV, format: KVFormat, shaping: Shaping) -> Encoded:
+def encode(x: torch.Tensor, kind: LayerKV, format: KVFormat, transform: KVTransform) -> Encoded:
     """x: [T, kv_heads, head_dim], K or V of a layer."""
     if not format.is_quantised:
         return Encoded(x.to(getattr(torch, format.dtype)))
     x = x.float()
-    if shaping.centre is not None:
-        x = x - shaping.centre
-    if shaping.channels is not None:
-        x = x / shaping.channels
+    if transform.centre is not None:
+        x = x - transform.centre
+    if transform.channels is not None:
+        x = x / transform.channels
     if not kind.num_scales(format):
         return Encoded(_nearest(x, format))
     x = _split(rotate(x), kind.head_dim // kind.num_scales(format))
@@ -79,7 +80,7 @@ def encode(x: torch.Tensor, kind: LayerKV, format: KVFormat, shaping: Shaping) -
     else:
         zeros, scales = None, _scale(x.abs().amax(-1), LARGEST[format])
     grid = Grid(format, scales.float(), torch.zeros_like(x[..., 0]) if zeros is None else zeros.float())
-    codes = grid.nearest(x) if shaping.feedback is None else _fed_back(x, finite, grid, shaping.feedback)
+    codes = grid.nearest(x) if transform.feedback is None else _fed_back(x, finite, grid, transform.feedback)
     return Encoded(codes.flatten(-2), scales.where(finite, math.nan), zeros)
 
 

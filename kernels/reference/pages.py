@@ -42,8 +42,8 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: 
     slots = slot_mapping[keep]
     block, offset = slots // pages.spec.block_size, slots % pages.spec.block_size
     codes = []
-    for half, x, shaping in zip(pages.halves, (k, v), pages.shapings, strict=True):
-        encoded = kv_formats.encode(x[keep], pages.kind, half.format, shaping)
+    for half, x, transform in zip(pages.halves, (k, v), pages.transforms, strict=True):
+        encoded = kv_formats.encode(x[keep], pages.kind, half.format, transform)
         codes.append(kv_formats.raw(encoded.codes))
         for part, numbers in ((half.scales, encoded.scales), (half.zeros, encoded.zeros)):
             if part is not None and numbers is not None:

@@ -230,6 +230,11 @@ class CacheShape(Shape):
     dtype: str
     max_model_len: int
     enable_prefix_caching: bool
+    scales: str | None
+    fitted_layers: int
+    divergence: float | None
+    agreement: float | None
+    refresh_interval: int | None
 
 
 class KVEvent(Shape):

@@ -16,7 +16,7 @@ from engine import EngineReady, NotReady, Stats
 from server.context import caller_of, context_of
 from server.errors import DRAINING_RETRY_SECONDS, HTTPError, Problem, retry_after
 from server.openapi import answers
-from server.protocol.shapes import KVShape
+from server.protocol.shapes import CacheShape, KVShape
 
 router = APIRouter(tags=["kv"])
 
@@ -55,12 +55,7 @@ def _more(stats: Stats, info: EngineReady) -> dict[str, Any]:
         "waiting_requests": stats.waiting,
         "waiting_tokens": stats.waiting_tokens,
         "step_tokens": stats.scheduled_tokens,
-        "cache": {
-            "block_size": info.cache.block_size,
-            "dtype": info.cache.dtype,
-            "max_model_len": info.cache.max_model_len,
-            "enable_prefix_caching": info.cache.enable_prefix_caching,
-        },
+        "cache": {name: getattr(info.cache, name) for name in CacheShape.model_fields},
         "counters": {name: getattr(stats, name) for name in COUNTERS},
     }
 

@@ -33,7 +33,7 @@ from configs.settings import Settings
 from engine.model.registry import read_config
 from engine.runner.attention.paged import PagedAttention
 from engine.runner.key_fit import KeyFit
-from engine.runner.kv_store import UNSHAPED, Shapings
+from engine.runner.kv_store import UNTRANSFORMED, KVTransforms
 from engine.runner.refresh import RefreshAttention
 from engine.runner.solo import BLOCK_SIZE, Solo
 from engine.sampling_params import SamplingParams
@@ -72,17 +72,17 @@ class Bench:
         return kv_layers(Settings.create(flags), self.loaded.config, "bfloat16")
 
     def solo(self, layers: Sequence[LayerKV], tokens: int) -> Solo:
-        return Solo(self.loaded.model, layers, tokens, CPU, self.fit.shapings(layers))
+        return Solo(self.loaded.model, layers, tokens, CPU, self.fit.transforms(layers))
 
     # ------------------------------------------------------------ quality
     @torch.inference_mode()
     def quality(self) -> None:
-        self._quality("", self.fit.shapings)
+        self._quality("", self.fit.transforms)
 
     def unfitted(self) -> None:
-        self._quality(", keys not fitted", lambda layers: [UNSHAPED] * len(layers))
+        self._quality(", keys not fitted", lambda layers: [UNTRANSFORMED] * len(layers))
 
-    def _quality(self, words: str, shapings: Callable[[Sequence[LayerKV]], Sequence[Shapings]]) -> None:
+    def _quality(self, words: str, transforms: Callable[[Sequence[LayerKV]], Sequence[KVTransforms]]) -> None:
         loss: dict[str, float] = dict.fromkeys(self.layers, 0.0)
         divergence, agree = dict(loss), dict(loss)
         count = 0
@@ -92,7 +92,7 @@ class Bench:
             expected = self.solo(self.plain, SEQUENCE).hidden(ids, chunk=CHUNK)[:-1]
             count += len(following)
             for name, layers in self.layers.items():
-                solo = Solo(self.loaded.model, layers, SEQUENCE, CPU, shapings(layers))
+                solo = Solo(self.loaded.model, layers, SEQUENCE, CPU, transforms(layers))
                 hidden = solo.hidden(ids, chunk=CHUNK)[:-1]
                 for row in range(0, len(hidden), ROWS):
                     theirs, ours = (self.log_softmax(h[row : row + ROWS]) for h in (expected, hidden))

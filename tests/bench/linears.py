@@ -1,13 +1,15 @@
 """What the linear layers of SmolLM2-135M cost a step: python tests/bench/linears.py [THREADS]
 
-Milliseconds for 30 x (qkv, o, gate-up, down) and the head at some numbers of rows, best of several alternating runs:
-ours; oneDNN as torch prepacks for it (with AMX where there is AMX: rows not exact); reading the packed weights only.
-Set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 for the exact oneDNN.
+Milliseconds for 30 x (qkv, o, gate-up, down) and the head at some numbers of rows: ours; ours with int8 weights; oneDNN
+as torch prepacks for it (with AMX where there is AMX: rows not exact); reading the packed weights only. Of each layer
+the best of several alternating runs, added up, so that other work on the machine shows little. Set
+ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 for the exact oneDNN.
 """
 
+import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -15,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from kernels.cpu.linear import HUGE_PAGE
-from kernels.ops import linear, pack_linear
+from kernels.int8_weight import Int8Weight
+from kernels.ops import PackedLinear, linear, pack_linear, pack_linear_int8
 from kernels.registry import choose
 from kernels.threads import num_threads, set_threads
 
@@ -31,36 +34,36 @@ def main() -> None:
     shapes = [*LAYER * LAYERS, HEAD]
     weights = [torch.randn(n, k).bfloat16() for k, n in shapes]
     ours = [pack_linear(weight) for weight in weights]
+    int8 = [pack_int8(weight) for weight in weights]
     theirs = [torch.ops.mkldnn._reorder_linear_weight(weight, 256) for weight in weights]
     print(choose("pack_linear", "cpu", torch.bfloat16).name, "against oneDNN;", num_threads(), "threads")
     print(f"reading {sum(w.nbytes for w in weights) >> 20} MiB: {1e3 * reading_time(weights):.2f} ms")
-    print("rows  layers: ours  oneDNN   head: ours  oneDNN   GFLOP/s: ours  oneDNN")
+    print("rows  layers: ours    int8  oneDNN   head: ours    int8  oneDNN   GFLOP/s: ours    int8  oneDNN")
     for rows in ROWS:
         inputs = {k: torch.randn(rows, k).bfloat16() for k, _ in (*LAYER, HEAD)}
-        head_rows = min(rows, 128)  # one row a sequence
-        head_input = inputs[HEAD[0]][:head_rows]
-
-        def multiply_ours(inputs: dict[int, torch.Tensor] = inputs) -> None:
-            for packed, (k, _) in zip(ours[:-1], shapes, strict=False):
-                linear(inputs[k], packed)
-
-        def multiply_theirs(inputs: dict[int, torch.Tensor] = inputs) -> None:
-            for packed, (k, _) in zip(theirs[:-1], shapes, strict=False):
-                onednn(inputs[k], packed)
-
-        def head_ours(x: torch.Tensor = head_input) -> None:
-            linear(x, ours[-1])
-
-        def head_theirs(x: torch.Tensor = head_input) -> None:
-            onednn(x, theirs[-1])
-
-        times = best([multiply_ours, multiply_theirs, head_ours, head_theirs])
+        calls = []
+        for number, (k, _) in enumerate(shapes):
+            x = inputs[k] if number < len(shapes) - 1 else inputs[k][:128]  # of the head one row a sequence
+            calls += [
+                functools.partial(linear, x, ours[number]),
+                functools.partial(linear, x, int8[number]),
+                functools.partial(onednn, x, theirs[number]),
+            ]
+        times = best(calls)
+        layers = [sum(times[side:-3:3]) for side in range(3)]
         work = 2e-9 * rows * sum(k * n for k, n in LAYER) * LAYERS
         print(
-            f"{rows:4} {1e3 * times[0]:13.2f} {1e3 * times[1]:7.2f} {1e3 * times[2]:12.2f} {1e3 * times[3]:7.2f}"
-            f" {work / times[0]:15.0f} {work / times[1]:7.0f}",
+            f"{rows:4} {1e3 * layers[0]:13.2f} {1e3 * layers[1]:7.2f} {1e3 * layers[2]:7.2f}"
+            f" {1e3 * times[-3]:12.2f} {1e3 * times[-2]:7.2f} {1e3 * times[-1]:7.2f}"
+            f" {work / layers[0]:15.0f} {work / layers[1]:7.0f} {work / layers[2]:7.0f}",
             flush=True,
         )
+
+
+def pack_int8(weight: torch.Tensor) -> PackedLinear:
+    made = Int8Weight.empty(*weight.shape, weight.device)
+    made.fill(slice(0, len(weight)), weight)
+    return pack_linear_int8(made, weight.dtype)
 
 
 def onednn(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -68,7 +71,7 @@ def onednn(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def best(runs: list[Callable[[], None]], seconds: float = 1.5) -> list[float]:
+def best(runs: Sequence[Callable[[], object]], seconds: float = 3.0) -> list[float]:
     """Seconds of each, the best of alternating runs."""
     times = [float("inf")] * len(runs)
     end = time.perf_counter() + seconds

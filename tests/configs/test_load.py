@@ -23,6 +23,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "tokenizer": ("org/other", "org/other"),
     "trust_remote_code": ("true", True),
     "dtype": ("float32", "float32"),
+    "quantization": ("int8", "int8"),
     "max_model_len": ("32K", 32768),
     "chat_template": ("file_of_mine.jinja", "file_of_mine.jinja"),
     "block_size": ("32", 32),

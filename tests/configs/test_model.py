@@ -98,6 +98,9 @@ def test_parameters_are_counted_as_transformers_does(name: str, tmp_path: Path) 
     matrices = [m for m in model.modules() if isinstance(m, Linear)]
     packed = sum(m.in_features * m.out_features + m.has_bias * m.out_features for m in matrices)
     assert buffers + 2 * packed == config.weight_bytes("bfloat16")
+    weights = sum(m.in_features * m.out_features for m in matrices)
+    scales = sum(m.out_features for m in matrices)
+    assert config.weight_bytes("bfloat16", "int8") == config.weight_bytes("bfloat16") - weights + 4 * scales
 
 
 def test_families(tmp_path: Path) -> None:
@@ -230,6 +233,12 @@ def test_weight_bytes_count_a_packed_head(tmp_path: Path) -> None:
     assert untied.weight_bytes("bfloat16") == tied.weight_bytes("bfloat16") == 2 * untied.num_parameters
     assert tied.num_parameters == untied.num_parameters - 32000 * 2048
     assert untied.weight_bytes("float32") == 2 * untied.weight_bytes("float16")
+    for config in (untied, tied):
+        linear = 2048 * (22 * (2048 + 256 + 256 + 2048 + 3 * 5632) + 32000)
+        outputs = 22 * (2560 + 2048 + 2 * 5632 + 2048) + 32000
+        rest = 32000 * 2048 + 45 * 2048
+        assert config.weight_bytes("bfloat16", "int8") == linear + 4 * outputs + 2 * rest
+        assert config.weight_bytes("float32", "int8") == linear + 4 * outputs + 4 * rest
 
 
 def test_reading_a_config_loads_no_torch(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from configs.plan_costs import memory_for, pool_for, reserved_bytes, useful_shar
 from configs.plan_lengths import Lengths, assumed_lengths
 from configs.plan_model import check_plausible, even_splits
 from configs.plan_options import Load, Option, Question
-from configs.pool import Costs, Memory, resolve_num_blocks, size_pools
+from configs.pool import STEP, Costs, Memory, resolve_num_blocks, size_pools
 from configs.probed import LayerCall, ProbedConfig
 from configs.settings import Settings
 from configs.supported import read_model
@@ -100,7 +100,7 @@ def test_the_engines_own_pools(models) -> None:
         window=8192,
         available_bytes=80 * GIB,
         weight_bytes=costs.weight_bytes,
-        work_bytes=costs.step.total,
+        work={STEP: costs.step.total},
         default_share=0.9,
     )
     assert found.is_served and not found.refusal
@@ -273,6 +273,66 @@ def test_a_share_that_does_not_decide_says_nothing_of_what_a_load_needs(models) 
     paged, costs = found.in_pages, found.costs
     assert paged.fits and paged.pool_bytes is not None
     assert paged.memory_bytes == costs.weight_bytes + costs.step.total + paged.pool_bytes + 1
+
+
+def test_refreshes_that_never_come_are_refused(models) -> None:
+    """Also where the pool, not the window, is what is shorter than the interval."""
+    given = {"kv_cache_dtype": "int8", "kv_refresh_interval": 1000}
+    found = plan(models["SmolLM2-135M"], memory=16, kv_cache_memory_bytes="11MiB", **given)
+    assert found.pool is None and found.refusal == (
+        "--kv-refresh-interval 1000 never comes, since the KV cache (--kv-cache-memory-bytes 11 MiB) holds sequences "
+        "of 944 tokens, and none generates more than 943: lower it, or raise --kv-cache-memory-bytes."
+    )
+    assert plan(models["SmolLM2-135M"], memory=16, kv_cache_memory_bytes="12MiB", **given).pool is not None
+    refusal = plan(models["SmolLM2-135M"], memory=16, num_gpu_blocks_override=2, **given).refusal
+    assert "(--num-gpu-blocks-override 2) holds sequences of 32 tokens" in refusal
+
+
+def test_what_takes_the_memory_is_called_by_its_name(models) -> None:
+    """On a GPU a step and a refresh's copy, on a CPU the copy alone."""
+    given = {"kv_cache_dtype": "int8", "kv_refresh_interval": 64}
+    on_a_cpu = plan(models["SmolLM2-135M"], memory=0.3, **given).refusal
+    assert on_a_cpu.startswith("--model: the weights and the 180 MiB of a refresh take ")
+    assert on_a_cpu.endswith(
+        ": free memory or give a smaller --model or --max-model-len, or leave out --kv-refresh-interval."
+    )
+    on_a_gpu = plan(models["SmolLM2-135M"], gpu=0.3, **given).refusal
+    assert " of a step and the 180 MiB of a refresh take " in on_a_gpu
+    decided = plan(models["SmolLM2-135M"], gpu=16, **given).pool.decided_by
+    assert decided.endswith("beside the weights, a step and a refresh)")
+
+
+def test_fewer_requests_at_once_where_pages_are_kept_for_windows(models) -> None:
+    """The most that run with themselves as the limit; nothing where layers have no windows, or all run."""
+    found = plan(models["Gemma-3-27B"], gpu=80, max_num_seqs=128, max_model_len=32768, context=32768)
+    fewer = option(found, "requests")
+    assert found.in_pages.at_load == 1 and (fewer.words, fewer.at_load, fewer.fits) == ("--max-num-seqs 4", 4, False)
+    assert found.options.index(fewer) == 2 and found.advised is not fewer
+    for limit, fits in ((4, True), (5, False)):
+        again = plan(models["Gemma-3-27B"], gpu=80, max_num_seqs=limit, max_model_len=32768, context=32768)
+        assert again.in_pages.fits is fits
+    for name, gpu, seqs in (("Gemma-3-27B", 80, 4), ("Llama-3.1-8B", 24, 128)):
+        found = plan(models[name], gpu=gpu, max_num_seqs=seqs, max_model_len=32768, context=32768)
+        assert "requests" not in {each.kind for each in found.options}
+
+
+def test_layers_with_windows_may_be_quantised_too(models) -> None:
+    """Where others are not windowed, so that they are skipped of themselves; the flag alone where a format is given."""
+    none = "--kv-cache-dtype-skip-layers none"
+    words = [each.words for each in plan(models["Gemma-3-27B"], gpu=80).options if each.kind == "format"]
+    assert words[3:] == [
+        f"--kv-cache-dtype int8 {none}",
+        f"--kv-cache-dtype int8 --kv-cache-dtype-v int4 {none}",
+        f"--kv-cache-dtype int4 {none}",
+    ]
+    given = {"kv_cache_dtype": "fp8", "kv_cache_scales": "x.safetensors"}
+    found = plan(models["Gemma-3-27B"], gpu=80, **given)
+    alone = option(found, "format", none)
+    assert alone.words == none
+    changed = plan(models["Gemma-3-27B"], gpu=80, kv_cache_dtype_skip_layers="none", **given)
+    assert alone.bytes_per_token == changed.costs.layout.bytes_per_token < found.costs.layout.bytes_per_token / 1.5
+    assert not [each for each in changed.options if none in each.words]
+    assert not [each for each in plan(models["Llama-2-7B"], gpu=80).options if none in each.words]
 
 
 def test_pages_of_windows_are_counted_as_the_flag_counts_them(models) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.errors import SettingsError
-from configs.plan_lengths import MAX_MIB, Lengths, assumed_lengths, read_lengths
+from configs.plan_lengths import Lengths, assumed_lengths, read_lengths
 
 
 def trace(folder: Path, *records: object) -> str:
@@ -95,26 +94,11 @@ def test_json_that_is_not_a_line_for_each_request_gets_a_hint(
         read_lengths(path)
 
 
-def test_what_may_never_end_is_not_read(tmp_path: Path) -> None:
-    pipe, large = tmp_path / "pipe", tmp_path / "large"
-    os.mkfifo(pipe)
-    for path in (str(tmp_path), "/dev/null", str(pipe), "/dev/zero"):
-        with pytest.raises(SettingsError, match=f"--lengths {path} is not a regular file"):
-            read_lengths(path)
-    with large.open("wb") as file:
-        file.truncate(MAX_MIB * 2**20 + 1)
-    with pytest.raises(SettingsError, match=r"large has more than 256 MiB: give a part of it\."):
-        read_lengths(str(large))
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"--lengths ~nobody-here/x cannot be read: Could not determine"):
-        read_lengths("~nobody-here/x")
-    with pytest.raises(SettingsError, match=r"--lengths /nowhere cannot be read: No such file or directory\."):
-        read_lengths("/nowhere")
-    (tmp_path / "x").write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingsError, match="is not UTF-8 text"):
-        read_lengths(str(tmp_path / "x"))
+@pytest.mark.parametrize("path", ["/nowhere", "/dev/zero", "~nobody-here/x"])
+def test_files_that_cannot_be_read(path: str) -> None:
+    """`test_files` has the rest."""
+    with pytest.raises(SettingsError, match=f"^--lengths {path} "):
+        read_lengths(path)
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1), st.sampled_from([0.01, 0.5, 0.95, 1.0]))

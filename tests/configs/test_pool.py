@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from configs.errors import SettingsError
 from configs.kv import KVFormat, KVLayout, LayerKV
-from configs.pool import AUTO_BYTES, GPU_SHARE, MAX_GPU_PAGES, MAX_PAGES, PoolPlan, resolve_num_blocks, step_bytes
+from configs.pool import AUTO_BYTES, GPU_SHARE, MAX_GPU_PAGES, MAX_PAGES, STEP, PoolPlan, resolve_num_blocks, step_bytes
 from configs.settings import Settings
 
 GIB = 1024**3
@@ -143,7 +143,7 @@ def test_a_plan_fits_or_is_refused(
 
 # ---------------------------------------------------------------- on a GPU
 def plan_on_gpu(available: int = 80 * GIB, weights: int = 16 * GIB, work: int = 2 * GIB, **given: object) -> PoolPlan:
-    sizes = {"available_bytes": available, "weight_bytes": weights, "work_bytes": work}
+    sizes = {"available_bytes": available, "weight_bytes": weights, "work": {STEP: work}}
     return resolve_num_blocks(Settings(**given), SMOLLM2, window=8192, default_share=GPU_SHARE, **sizes)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from configs.errors import OctavoError, SettingsError, StartupError
-from configs.setting_types import parse_size
+from configs.setting_types import parse_size, write_size
 from configs.settings import SECRET_FIELDS, Settings, did_you_mean, extra, flag
 
 
@@ -92,6 +92,13 @@ def test_sizes_by_the_rule(number: int, thousandths: int, suffix: str, unit: str
     assert parse_size(f"{number}.{thousandths:03d}{suffix}{unit}") == whole
 
 
+@pytest.mark.parametrize(
+    ("size", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (2**31, "2 GiB"), (2**52, "4096 TiB")]
+)
+def test_sizes_as_people_read_them(size: int, words: str):
+    assert write_size(size) == words
+
+
 @given(st.text(max_size=12))
 def test_size_parser_answers_or_raises_value_error(text: str):
     with contextlib.suppress(ValueError):
@@ -155,6 +162,7 @@ def test_none_is_no_value_where_one_is_needed():
         ({"port": 80.5}, ["--port", "80.5", "integer"]),
         ({"port": True}, ["--port", "true or false"]),
         ({"dtype": "half"}, ["--dtype", "half", "'bfloat16'"]),
+        ({"quantization": "awq"}, ["--quantization", "awq", "'none' or 'int8'"]),
         ({"max_model_len": "1"}, ["--max-model-len", "'1'", "2"]),
         ({"max_model_len": "long"}, ["--max-model-len", "'long'", "32K"]),
         ({"kv_cache_memory_bytes": "4 parsecs"}, ["--kv-cache-memory-bytes", "parsecs", "2.5GiB"]),

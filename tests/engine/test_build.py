@@ -59,14 +59,16 @@ def test_a_gpu_is_not_said_to_be_exact(runner: ModelRunner, monkeypatch: pytest.
 def test_the_start_up_block_names_the_device_and_its_kernels(tmp_path: Path) -> None:
     config = read_config(tiny_models.build(tmp_path), trust_remote_code=False)
     device = device_of(GPU_OF_8_GIB)
-    layout, plan = build.plan_pool(Settings(num_gpu_blocks_override=64), config, device)
-    lines = build._summary("tiny", config, device, plan, layout, "int8")
+    settings = Settings(num_gpu_blocks_override=64)
+    _, plan = build.plan_pool(settings, config, device)
+    lines = build._summary("tiny", settings, config, device, plan)
     assert lines["device"] == "a GPU, compute capability 8.6, 8.00 of 8.00 GiB free at start"
-    assert lines["KV format"] == "int8" and lines["dtype"] == "float32"
+    assert lines["KV format"].startswith("fp32") and lines["dtype"] == "float32"
+    assert lines["weights"].endswith("KiB in float32")
     assert lines["attention"].startswith("torch reference (not C++")
     assert "runs on the CPU, not on cuda" in lines["attention"]
     noted = Device(torch.device("cuda", 0), "old", GIB, GIB, "float16", "no bfloat16", 1)
-    assert build._summary("tiny", config, noted, plan, layout, "int8")["dtype"] == "float16 (no bfloat16)"
+    assert build._summary("tiny", settings, config, noted, plan)["dtype"] == "float16 (no bfloat16)"
 
 
 def test_attention_is_named_for_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +118,15 @@ def test_refreshes_come_from_the_flag_and_are_told(tmp_path: Path) -> None:
     assert "refresh" not in ready.summary and core.scheduler.limits.kv_refresh_interval is None
 
 
+def test_refreshes_that_the_pool_is_too_small_for_are_refused(tmp_path: Path) -> None:
+    config = read_config(tiny_models.build(tmp_path), trust_remote_code=False)
+    given = {"kv_cache_dtype": "int8", "num_gpu_blocks_override": 2}
+    words = r"--kv-refresh-interval 32 never comes, .* \(--num-gpu-blocks-override 2\) holds sequences of 32 tokens"
+    with pytest.raises(StartupError, match=words):
+        build.plan_pool(Settings(kv_refresh_interval=32, **given), config, CPU)
+    assert build.plan_pool(Settings(kv_refresh_interval=31, **given), config, CPU)[1].max_model_len == 32
+
+
 def test_what_a_model_computes_does_not_depend_on_how_much_memory_was_free(tmp_path: Path) -> None:
     """Pools that hold less than the window lower what is served, not the tables of positions nor what keys are fitted
     by."""
@@ -127,7 +138,7 @@ def test_what_a_model_computes_does_not_depend_on_how_much_memory_was_free(tmp_p
         launch = Launch(path, "tiny", settings, (), fit_token_ids=list(range(250)))
         core, ready = build.build_core(launch, lambda loading: None)
         pages = core._executor.runner.attention.store.pages  # type: ignore[attr-defined]
-        found.append((ready.cache.max_model_len, [each.k_shaping for each in pages]))
+        found.append((ready.cache.max_model_len, [each.k_transform for each in pages]))
     (long, whole), (short, limited) = found
     assert (long, short) == (512, 5 * 16)
     for one, other in zip(whole, limited, strict=True):

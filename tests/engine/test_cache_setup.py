@@ -1,5 +1,6 @@
 """Formats that give nonsense with a model are refused at start, with what to take instead (A30)."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from engine.device import Device
 from engine.errors import StartupError
 from engine.kv_scales import KVScales
 from engine.model.registry import load_model, read_config
-from engine.runner.fidelity import Trial
+from engine.runner.fidelity import Fidelity, Trial
 from engine.runner.key_fit import KeyFit
-from engine.runner.kv_store import UNSHAPED, Shapings, static_shapings
+from engine.runner.kv_store import UNTRANSFORMED, KVTransforms, static_transforms
 from engine.runner.solo import Solo
 from engine.source import ModelSource
 from engine.text.sample import FIT_TOKENS, SAMPLE, TRIED_TOKENS
@@ -31,7 +32,7 @@ TEXTS = IDS[:TRIED_TOKENS], IDS[TRIED_TOKENS:]
 SMALL = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 32, "max_num_seqs": 4, "num_threads": 1}
 
 
-def trial(folder: Path, **flags: object) -> str:
+def trial(folder: Path, **flags: object) -> Fidelity | None:
     settings = Settings.create({**SMALL, **flags})
     config = read_config(folder, trust_remote_code=False)
     model = load_model(folder, config, torch.float32, 512, lambda fraction: None)
@@ -47,21 +48,32 @@ def refusal(folder: Path, **flags: object) -> str:
 
 
 def test_the_models_own_format_is_not_tried(tmp_path: Path) -> None:
-    assert trial(build(tmp_path)) == trial(tmp_path, kv_cache_dtype="fp32") == ""
+    assert trial(build(tmp_path)) is trial(tmp_path, kv_cache_dtype="fp32") is None
 
 
 def test_the_measure_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build(tmp_path)
-    assert "nats from the plain cache's answers" in trial(tmp_path, kv_cache_dtype="int8")
+    assert "nats from the plain cache's answers" in str(trial(tmp_path, kv_cache_dtype="int8"))
     assert not caplog.records
     trial(build_outlier(tmp_path / "outlier", 100), kv_cache_dtype="fp8_e5m2")
     [record] = caplog.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("--kv-cache-dtype fp8_e5m2 changes this model's answers: 0.")
+    said, better = record.getMessage().split(" Nearer: ")
+    assert said.startswith("--kv-cache-dtype fp8_e5m2 changes this model's answers: 0.")
+    assert re.match(r"--kv-cache-dtype int8: \d\S* nats from .* of 256\.$", better)
 
 
-def unfitted(fit: KeyFit, layers: Sequence[LayerKV]) -> list[Shapings]:
-    return [UNSHAPED] * len(layers)
+def test_a_warning_names_nothing_where_nothing_is_nearer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.cache_setup.NOTICEABLE", 0.0)
+    trial(build(tmp_path), kv_cache_dtype="fp8_e4m3")
+    [record] = caplog.records
+    assert record.getMessage().endswith(" of 256.") and "Nearer" not in record.getMessage()
+
+
+def unfitted(fit: KeyFit, layers: Sequence[LayerKV]) -> list[KVTransforms]:
+    return [UNTRANSFORMED] * len(layers)
 
 
 def test_a30_fitted_keys_bear_any_channel_that_is_large_at_every_token(
@@ -69,13 +81,13 @@ def test_a30_fitted_keys_bear_any_channel_that_is_large_at_every_token(
 ) -> None:
     build_outlier(tmp_path, 1000)
     assert trial(tmp_path, kv_cache_dtype="int4")
-    monkeypatch.setattr(KeyFit, "shapings", unfitted)
+    monkeypatch.setattr(KeyFit, "transforms", unfitted)
     assert refusal(tmp_path, kv_cache_dtype="int4").startswith("--kv-cache-dtype int4 gives nonsense with this model")
 
 
 def test_a30_rotation_saves_keys_with_an_outlier_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_outlier(tmp_path, 100)
-    monkeypatch.setattr(KeyFit, "shapings", unfitted)
+    monkeypatch.setattr(KeyFit, "transforms", unfitted)
     assert trial(tmp_path, kv_cache_dtype="int4")
     monkeypatch.setattr(LayerKV, "is_rotated", lambda layer, format: False)
     assert refusal(tmp_path, kv_cache_dtype="int4").startswith("--kv-cache-dtype int4 gives nonsense with this model")
@@ -94,7 +106,8 @@ def test_a30_nonsense_is_refused_and_what_is_advised_works(tmp_path: Path) -> No
 
 def test_a30_where_nothing_smaller_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_outlier(tmp_path, 300)
-    monkeypatch.setattr("engine.runner.fidelity.MAX_DIVERGENCE", 0.0)
+    for module in ("engine.runner.fidelity", "engine.cache_setup"):
+        monkeypatch.setattr(f"{module}.MAX_DIVERGENCE", 0.0)
     assert refusal(tmp_path, kv_cache_dtype="int4").endswith("Use --kv-cache-dtype auto.")
 
 
@@ -107,7 +120,10 @@ def test_the_engine_does_not_start(tmp_path: Path) -> None:
         assert llm.info.cache.bytes_per_token == 2 * (64 + 2 + 32 + 8)
         assert llm.info.cache.plain_bytes_per_token == 2 * (64 + 64) * 4
         assert llm.info.summary["KV format"].startswith("K int8 (a scale")
-        assert "nats" in llm.info.summary["KV fidelity"]
+        cache, said = llm.info.cache, llm.info.summary["KV fidelity"]
+        assert cache.divergence is not None and said.startswith(f"{cache.divergence:.2g} nats")
+        assert cache.agreement is not None and f"{100 * cache.agreement:.0f} % of 256" in said
+        assert (cache.fitted_layers, cache.scales, cache.refresh_interval) == (2, None, None)
         [result] = llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))
         assert len(result.outputs[0].token_ids) == 3
 
@@ -139,10 +155,10 @@ def test_layers_with_static_scales_for_values_alone_have_fitted_keys(tmp_path: P
     config = read_config(tmp_path, trust_remote_code=False)
     model = load_model(tmp_path, config, torch.float32, 512, lambda fraction: None)
     layers = kv_layers(settings, config, "float32")
-    static = static_shapings(KVScales.load(scales), layers, torch.device("cpu"))
-    shapings, _ = prepare_cache(settings, config, model, Device.find(settings), TEXTS, 512, static)
-    assert shapings is not None
-    for (k, v), (_, static_v) in zip(shapings, static, strict=True):
+    static = static_transforms(KVScales.load(scales), layers, torch.device("cpu"))
+    transforms, _ = prepare_cache(settings, config, model, Device.find(settings), TEXTS, 512, static)
+    assert transforms is not None
+    for (k, v), (_, static_v) in zip(transforms, static, strict=True):
         assert k.feedback is not None and v is static_v and v.channels is not None
 
 
@@ -152,8 +168,8 @@ def test_where_there_is_no_text_nothing_is_fitted_and_nothing_tried(tmp_path: Pa
     config = read_config(tmp_path, trust_remote_code=False)
     model = load_model(tmp_path, config, torch.float32, 512, lambda fraction: None)
     assert prepare_cache(settings, config, model, Device.find(settings), ([], []), 512, None) == (
-        [UNSHAPED] * 2,
-        "",
+        [UNTRANSFORMED] * 2,
+        None,
     )
 
 
@@ -174,7 +190,7 @@ def test_a29_formats_of_the_default_model() -> None:
     for (k_name, v_name), bound in bounds.items():
         other = settings.model_copy(update={"kv_cache_dtype": k_name, "kv_cache_dtype_v": v_name})
         layers = kv_layers(other, config, device.dtype_name)
-        found[k_name, v_name] = trial_of.measure(layers, fit.shapings(layers)).divergence
+        found[k_name, v_name] = trial_of.measure(layers, fit.transforms(layers)).divergence
         assert 0 < found[k_name, v_name] < bound, found
     assert found["fp8", "auto"] < found["fp8_e5m2", "auto"]
 
@@ -185,8 +201,10 @@ def test_scales_of_another_model_with_the_same_shapes_are_refused(tmp_path: Path
     own, other = build(tmp_path / "own", TinyModel()), build(tmp_path / "other", TinyModel(scale=0.4))
     calibrate(Settings.create({**SMALL, "model": str(own)}), None, "channel", lambda *done: None).save(scales)
     flags = {**SMALL, "kv_cache_dtype": "int8", "kv_cache_scales": str(scales)}
-    with LLM(str(own), **flags) as llm:
+    with LLM(str(own), kv_refresh_interval=32, **flags) as llm:
         assert llm.info.summary["KV format"].startswith(f"int8 (scales of {scales})")
+        cache = llm.info.cache
+        assert (cache.fitted_layers, cache.scales, cache.refresh_interval) == (0, str(scales), 32)
     with pytest.raises(StartupError) as caught:
         LLM(str(other), **flags)
     assert f"--kv-cache-scales {scales} gives nonsense" in str(caught.value)

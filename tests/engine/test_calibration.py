@@ -16,10 +16,10 @@ from engine import calibration
 from engine.calibration import FLOOR, HEADROOM, Largest, calibrate, split
 from engine.errors import StartupError
 from engine.kv_scales import KVScales
-from engine.model.interface import ForwardBatch
-from engine.runner import key_fit
+from engine.model.interface import AttentionLayer, ForwardBatch
+from engine.runner import observing
 from engine.runner.fidelity import Trial
-from engine.runner.kv_store import static_shapings
+from engine.runner.kv_store import static_transforms
 from engine.runner.solo import Solo
 from engine.source import ModelSource
 from engine.text.sample import SAMPLE
@@ -45,9 +45,11 @@ def largest_of(loaded: Loaded, places: list[int]) -> list[tuple[torch.Tensor, to
     seen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     inner = solo.attention.forward
 
-    def noting(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> torch.Tensor:
-        seen.setdefault(layer, []).append((k.clone(), v.clone()))
-        return inner(layer, q, k, v, *others)
+    def noting(
+        layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        seen.setdefault(layer.index, []).append((k.clone(), v.clone()))
+        return inner(layer, q, k, v, batch)
 
     solo.attention.forward = noting
     for place in places:
@@ -96,8 +98,8 @@ def test_a_scale_for_each_channel_leaves_the_others_their_bits(tmp_path: Path) -
     layers = replace(loaded, kv={"kv_cache_dtype": "int8", "kv_cache_scales": "f"}).kv_layers
     divergence = {}
     for granularity in ("channel", "tensor"):
-        shapings = static_shapings(found_for(folder, granularity), layers, CPU)
-        divergence[granularity] = trial.measure(layers, shapings).divergence
+        transforms = static_transforms(found_for(folder, granularity), layers, CPU)
+        divergence[granularity] = trial.measure(layers, transforms).divergence
     assert 4 * divergence["channel"] < divergence["tensor"], divergence
 
 
@@ -113,7 +115,7 @@ def test_slow_rotations_show_all_over_the_window(tmp_path: Path, monkeypatch: py
             bias[:] = torch.tensor([0.0, 30.0, 0.0, 0.0])
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     spread = found_for(folder).layers[0][0][0] * 127
-    monkeypatch.setattr(key_fit, "GOLDEN_RATIO", 0.0)
+    monkeypatch.setattr(observing, "GOLDEN_RATIO", 0.0)
     beginning = found_for(folder).layers[0][0][0] * 127
     assert spread[3] > 0.9 * spread[1] and beginning[3] < 0.6 * beginning[1]
 
@@ -138,8 +140,19 @@ def test_texts(tmp_path: Path) -> None:
         text.write_bytes(content)
         with pytest.raises(StartupError, match=f"^--text.*{words}"):
             found_for(folder, text=text)
-    with pytest.raises(StartupError, match=r"^--text .* cannot be read: No such file"):
-        found_for(folder, text=tmp_path / "missing")
+    for path, words in (
+        (tmp_path / "missing", "cannot be read: No such file"),
+        (Path("/dev/zero"), "is not a regular"),
+    ):
+        with pytest.raises(StartupError, match=f"^--text {path} {words}"):
+            found_for(folder, text=path)
+
+
+def test_of_a_long_text_the_beginning_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, text = build(tmp_path / "model"), tmp_path / "text"
+    text.write_text("a" * 400 + "\xff" * 100)
+    monkeypatch.setattr(calibration, "MAX_CHARACTERS", 300)
+    assert found_for(folder, text=text).num_tokens == 300
 
 
 @pytest.mark.parametrize("format", ["int4", "bf16", "fp8_e5m2"])
@@ -166,22 +179,14 @@ def test_what_would_not_be_served_is_not_calibrated(tmp_path: Path) -> None:
 
 def test_extremes_of_a_head() -> None:
     """Channels that the text left at 0 get a scale too; numbers that are not finite are no scales."""
-
-    class Nothing:
-        name = "nothing"
-
-        def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, *others: object) -> torch.Tensor:
-            return q
-
-    kept = (LayerKV(2, 4, KVFormat.FP32),)
-    largest = Largest(Nothing(), kept, CPU)
+    largest = Largest((LayerKV(2, 4, KVFormat.FP32),), CPU)
+    layer = AttentionLayer(0, 1.0)
     k = torch.zeros(3, 2, 4)
     k[0, 0, 1], k[2, 0, 1], k[1, 1, 3] = 2.0, -8.0, 0.5
-    batch: ForwardBatch | None = None
-    largest.forward(0, k, k, -3 * k, batch, 1.0)
+    largest.see(layer, k, k, -3 * k)
     [(k_scales, v_scales)] = largest.scales((KVFormat.INT8, KVFormat.FP8_E4M3), "channel")
     torch.testing.assert_close(k_scales[0] * 127 / 1.25, torch.tensor([8 * FLOOR, 8, 8 * FLOOR, 8 * FLOOR]))
     torch.testing.assert_close(v_scales[1] * 448 / 1.25, torch.tensor([1.5 * FLOOR, 1.5 * FLOOR, 1.5 * FLOOR, 1.5]))
-    largest.forward(0, k, k * torch.nan, k, batch, 1.0)
+    largest.see(layer, k, k * torch.nan, k)
     with pytest.raises(StartupError, match="not finite"):
         largest.scales((KVFormat.INT8, KVFormat.INT8), "channel")

@@ -53,7 +53,7 @@ class Perplexity:
     def of(self, layers: Sequence[LayerKV]) -> float:
         loss = 0.0
         for ids in self.texts:
-            hidden = Solo(self.loaded.model, layers, SEQUENCE, CPU, self.fit.shapings(layers)).hidden(ids, chunk=512)
+            hidden = Solo(self.loaded.model, layers, SEQUENCE, CPU, self.fit.transforms(layers)).hidden(ids, chunk=512)
             for first in range(0, SEQUENCE - 1, ROWS):
                 following = torch.tensor(ids[first + 1 : first + 1 + ROWS])
                 logits = self.loaded.model.logits(hidden[first : first + len(following)]).float()

@@ -44,7 +44,7 @@ def allocated(core: EngineCore) -> tuple[int, int]:
     """Bytes of the weights with their tables and of what keys are fitted by, and of the pools, counted on the tensors
     themselves."""
     runner = core._executor.runner  # type: ignore[attr-defined]
-    fits = [pages.shapings for pages in runner.attention.store.pages]
+    fits = [pages.transforms for pages in runner.attention.store.pages]
     found = {(t.data_ptr(), t.nbytes): t.nbytes for t in tensors([runner.model, fits], set())}
     return sum(found.values()), sum(pool.nbytes for pool in runner.pools)
 
@@ -91,6 +91,14 @@ def test_tiny_models(name: str, dtype: str, tmp_path: Path) -> None:
     compare(folder, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in tiny_models.FALLBACKS])
+def test_int8_weights(name: str, dtype: str, tmp_path: Path) -> None:
+    """Scales are filled up to 32 outputs as the weights are, so sizes are multiples of 32 here."""
+    folder = tiny_models.build(tmp_path, replace(MODELS[name], vocab_size=288))
+    compare(folder, dtype=dtype, quantization="int8")
+
+
 @pytest.mark.parametrize("form", KVFormat)
 def test_formats(form: KVFormat, tmp_path: Path) -> None:
     folder = tiny_models.build(tmp_path, replace(MODELS["gqa"], vocab_size=288, head_dim=32))
@@ -108,5 +116,6 @@ def test_refreshes(name: str, tmp_path: Path) -> None:
     compare(folder, dtype="float32", kv_cache_dtype="int8", kv_cache_memory_bytes="8MiB", kv_refresh_interval=32)
 
 
-def test_smollm2() -> None:
-    compare(smollm2_gguf(), kv_cache_memory_bytes="64MiB")
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_smollm2(quantization: str) -> None:
+    compare(smollm2_gguf(), kv_cache_memory_bytes="64MiB", quantization=quantization)

@@ -19,6 +19,7 @@ from configs.settings import Settings
 from engine import LLM, SamplingParams
 from engine.device import GPU, Device, look_for_gpu
 from kernels import ops, reference
+from kernels.int8_weight import Int8Weight
 from kernels.reference.attention import attend_alone, attend_together
 from kernels.reference.pages import Past
 
@@ -82,7 +83,7 @@ def test_of_few_bits_log_probabilities_are_near(gpu: Device, name: str, format: 
         replace(Loaded.load(folder, torch.float32, WINDOW, place), kv={"kv_cache_dtype": format})
         for place in (torch.device("cpu"), gpu.place)
     )
-    for (ours, _), (theirs, _) in zip(there.shapings, here.shapings, strict=True):
+    for (ours, _), (theirs, _) in zip(there.transforms, here.transforms, strict=True):
         on_cpu = {part: None if x is None else x.cpu() for part, x in vars(ours).items()}
         torch.testing.assert_close(on_cpu, vars(theirs), atol=1e-3, rtol=1e-3)
     scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -130,11 +131,11 @@ def test_codes_and_scales_have_the_cpus_bits(gpu: Device, format: KVFormat, stat
     here = make_paged([70], dtype=torch.bfloat16, formats=(format, format), static=static)
     sizes, slots = torch.logspace(-6, 6, 70)[:, None, None].bfloat16(), torch.arange(70)
     there = here.pool.to(gpu.place)
-    shapings = [
-        ops.Shaping(*(None if x is None else x.to(gpu.place) for x in (each.channels, each.centre, each.feedback)))
-        for each in here.shapings
+    transforms = [
+        ops.KVTransform(*(None if x is None else x.to(gpu.place) for x in (each.channels, each.centre, each.feedback)))
+        for each in here.transforms
     ]
-    on_gpu = ops.LayerPages(there, here.spec, 1, *shapings)
+    on_gpu = ops.LayerPages(there, here.spec, 1, *transforms)
     for k, v in ((here.k[0] * sizes, here.v[0] * sizes), (here.k[0], here.v[0])):
         reference.store_kv(k, v, here.pages(), slots)
         ops.store_kv(k.to(gpu.place), v.to(gpu.place), on_gpu, slots.to(gpu.place))
@@ -151,6 +152,15 @@ def test_fp32_products_are_fp32(gpu: Device) -> None:
     x, weight = torch.randn(64, 1024), torch.randn(128, 1024) / 32
     found = ops.linear(x.to(gpu.place), ops.pack_linear(weight.to(gpu.place))).cpu()
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, atol=1e-5, rtol=1e-5)
+
+
+def test_int8_weights(gpu: Device) -> None:
+    x, weight = torch.randn(64, 1024), torch.randn(128, 1024) / 32
+    made = Int8Weight.empty(128, 1024, gpu.place)
+    made.fill(slice(0, 128), weight)
+    found = ops.linear(x.to(gpu.place), ops.pack_linear_int8(made, torch.float32)).cpu()
+    expected = x.double() @ (made.codes.cpu().double() * made.scales.cpu().double().unsqueeze(1)).T
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_building_a_batch_waits_for_nothing(gpu: Device, tmp_path: Path) -> None:

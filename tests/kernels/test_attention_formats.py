@@ -11,7 +11,7 @@ from paged import goes_row_by_row, kernels_for, make_paged, native_kernels, plai
 from configs.kv import KVFormat
 from kernels import ops, reference
 from kernels.cpu import library
-from kernels.ops import Shaping
+from kernels.ops import KVTransform
 from kernels.registry import choose
 from kernels.threads import num_threads, set_threads
 
@@ -133,8 +133,8 @@ def test_codes_are_read_exactly(dtype, kernel, format):
         make_paged([75], dtype=dtype),
     ):
         paged.q[0] /= numbers.abs().max()
-        paged.shapings = tuple(
-            Shaping(None if each.channels is None else torch.ones_like(each.channels)) for each in paged.shapings
+        paged.transforms = tuple(
+            KVTransform(None if each.channels is None else torch.ones_like(each.channels)) for each in paged.transforms
         )
         paged.store(0, numbers, numbers)
         outputs.append(paged.whole(kernel, 0))
@@ -205,7 +205,7 @@ def test_block_size(dtype, kernel, formats, static):
     for block_size in (16, 4, 32, 6, 48, 1024):
         paged = make_paged([300], block_size=block_size, dtype=dtype, formats=formats, static=static, seed=1)
         same = make_paged([300], dtype=dtype, formats=formats, static=static)
-        paged.q[0], paged.k[0], paged.v[0], paged.shapings = same.q[0], same.k[0], same.v[0], same.shapings
+        paged.q[0], paged.k[0], paged.v[0], paged.transforms = same.q[0], same.k[0], same.v[0], same.transforms
         paged.store(0)
         outputs.append(paged.attend(kernel, [(0, 285, 300)])[0])
     assert all(torch.equal(out, outputs[0]) for out in outputs[1:])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paged import rotation
 
 from configs.kv import KVFormat, LayerKV
-from kernels.ops import NO_SHAPING, Shaping, compute_dtype
+from kernels.ops import NO_TRANSFORM, KVTransform, compute_dtype
 from kernels.reference import kv_formats
 from kernels.reference.kv_formats import decode_int4, encode, rotate, signs, unrotate
 
@@ -32,7 +32,7 @@ def read(encoded, kind, format, channels=None):
 def stored(x, format, channels=None):
     """x [tokens, heads, dims], stored and read. channels: static scales."""
     kind = LayerKV(x.shape[1], x.shape[2], format, static=channels is not None)
-    return read(encode(x, kind, format, Shaping(channels)), kind, format, channels)
+    return read(encode(x, kind, format, KVTransform(channels)), kind, format, channels)
 
 
 def random(*shape, seed=0):
@@ -102,12 +102,12 @@ def test_small_floats_are_the_nearest_ties_even_and_saturate(format):
     x = torch.cat([numbers.float(), middles, up, down, wild, torch.tensor([1e38, -math.inf, math.inf, 449.0, 480.0])])
     kind = LayerKV(1, len(x), format, static=format.may_be_static)
     channels = torch.ones(1, len(x)) if kind.static else None
-    found = encode(x.view(1, 1, -1), kind, format, Shaping(channels)).codes.flatten()
+    found = encode(x.view(1, 1, -1), kind, format, KVTransform(channels)).codes.flatten()
     distance = (x.double().clamp(numbers[0], numbers[-1])[:, None] - numbers).abs()
     assert torch.equal((x.double().clamp(numbers[0], numbers[-1]) - found.double()).abs(), distance.min(1).values)
     ties = (distance == distance.min(1).values[:, None]).sum(1) == 2
     assert ties.sum() > 200 and not (found.view(torch.uint8)[ties] & 1).any()
-    one = Shaping(None if channels is None else channels[:, :1])
+    one = KVTransform(None if channels is None else channels[:, :1])
     nan = encode(torch.tensor([[[-math.nan]]]), LayerKV(1, 1, format, static=kind.static), format, one)
     assert nan.codes.view(torch.uint8).item() == 0x7F
 
@@ -118,7 +118,7 @@ def test_a_scale_of_its_own_fits_the_largest_number(format, exponent, seed):
     """Written in fp64: the scale is amax / largest to fp16's precision, and codes are the nearest."""
     x = random(1, 1, 64, seed=seed) * 2.0**exponent
     kind = LayerKV(1, 64, format)
-    encoded = encode(x, kind, format, NO_SHAPING)
+    encoded = encode(x, kind, format, NO_TRANSFORM)
     y = (rotate(x) if kind.is_rotated(format) else x).double()
     largest = {KVFormat.INT8: 127, KVFormat.FP8_E4M3: 448}[format]
     expected = (y.abs().max() / largest).clamp(kv_formats.LEAST_SCALE, 65504.0).item()
@@ -134,7 +134,7 @@ def test_a_scale_of_its_own_fits_the_largest_number(format, exponent, seed):
 def test_int4_spans_each_group(exponent, shift, seed):
     x = (random(1, 2, 96, seed=seed) + shift) * 2.0**exponent
     kind = LayerKV(2, 96, KVFormat.INT4)
-    encoded = encode(x, kind, KVFormat.INT4, NO_SHAPING)
+    encoded = encode(x, kind, KVFormat.INT4, NO_TRANSFORM)
     assert encoded.scales.shape == encoded.zeros.shape == (1, 2, 3) and encoded.codes.max() <= 15
     y, scale = rotate(x).unflatten(-1, (3, 32)).double(), encoded.scales.double()
     zero = encoded.zeros.double()
@@ -225,7 +225,7 @@ def test_what_is_not_finite_reads_as_nan_and_nobody_else_notices(format, bad):
     assert y[2, 1].isnan().all()
     y[2, 1] = clean[2, 1]
     assert torch.equal(y, clean)
-    encoded = encode(x, LayerKV(3, 64, format), format, NO_SHAPING)
+    encoded = encode(x, LayerKV(3, 64, format), format, NO_TRANSFORM)
     assert not encoded.codes[2, 1].view(torch.uint8).any() and encoded.scales[2, 1].isnan().all()
 
 
@@ -255,8 +255,8 @@ def test_centre_and_channels_are_those_of_what_is_stored(format):
     """Keys that are centred and divided beforehand get the same codes."""
     x, centre, channels = random(50, 2, 64) * 3, random(2, 64, seed=1), random(2, 64, seed=2).abs() + 0.1
     kind = LayerKV(2, 64, format)
-    found, by_hand = encode(x, kind, format, Shaping(channels, centre)), encode((x - centre) / channels, kind, format,
-                                                                                NO_SHAPING)  # fmt: skip
+    found = encode(x, kind, format, KVTransform(channels, centre))
+    by_hand = encode((x - centre) / channels, kind, format, NO_TRANSFORM)
     assert torch.equal(found.codes.view(torch.uint8), by_hand.codes.view(torch.uint8))
     assert torch.equal(found.scales, by_hand.scales)
     stands_for = read(found, kind, format, channels) + centre
@@ -269,7 +269,9 @@ def test_feedback_hands_each_dims_error_on_to_later_ones(format):
     """In fp64, from the definition: dim by dim on the grid that the key as a whole has got."""
     kind, groups = LayerKV(1, 64, format), 2 if format is KVFormat.INT4 else 1
     x, feedback = random(1, 1, 64), random(1, 64, 64, seed=1) / 8
-    plain, found = (encode(x, kind, format, shaping) for shaping in (NO_SHAPING, Shaping(None, None, feedback)))
+    plain, found = (
+        encode(x, kind, format, transform) for transform in (NO_TRANSFORM, KVTransform(None, None, feedback))
+    )
     assert torch.equal(found.scales, plain.scales) and not torch.equal(found.codes.float(), plain.codes.float())
     scales = found.scales.double().flatten().repeat_interleave(64 // groups)
     zeros = 0 * scales if found.zeros is None else found.zeros.double().flatten().repeat_interleave(64 // groups)
@@ -289,16 +291,16 @@ def test_feedback_does_not_run_away():
     """However much an error is blown up on its way: what the codes cannot follow is cut off, and all stays finite."""
     x, feedback = random(20, 2, 64) * 1e30, torch.full((2, 64, 64), 1e3)
     for format in SCALED:
-        encoded = encode(x, LayerKV(2, 64, format), format, Shaping(None, None, feedback))
+        encoded = encode(x, LayerKV(2, 64, format), format, KVTransform(None, None, feedback))
         assert encoded.codes.float().isfinite().all() and encoded.scales.isfinite().all()
 
 
 def test_a_group_that_is_not_finite_takes_no_part_in_feedback():
     x, feedback = random(1, 1, 96), random(1, 96, 96, seed=1) / 8
-    shaping = Shaping(None, None, feedback)
-    clean = encode(x, LayerKV(1, 96, KVFormat.INT4), KVFormat.INT4, shaping)
+    transform = KVTransform(None, None, feedback)
+    clean = encode(x, LayerKV(1, 96, KVFormat.INT4), KVFormat.INT4, transform)
     x[..., 40] = math.nan
-    bad = encode(x, LayerKV(1, 96, KVFormat.INT4), KVFormat.INT4, shaping)
+    bad = encode(x, LayerKV(1, 96, KVFormat.INT4), KVFormat.INT4, transform)
     assert torch.equal(bad.codes[..., :32], clean.codes[..., :32]) and not bad.codes[..., 32:64].any()
     assert bad.scales[..., 1].isnan().all() and bad.scales[..., ::2].isfinite().all()
 
@@ -313,9 +315,9 @@ def test_static_scales_divide_each_channel(format):
     x, channels = random(50, 3, 40), torch.rand(3, 40) + 0.01
     channels /= 30
     kind = LayerKV(3, 40, format, static=True)
-    encoded = encode(x, kind, format, Shaping(channels))
+    encoded = encode(x, kind, format, KVTransform(channels))
     assert encoded.scales is None and not kind.is_rotated(format)
-    plain = encode(x / channels, kind, format, Shaping(torch.ones(3, 40)))
+    plain = encode(x / channels, kind, format, KVTransform(torch.ones(3, 40)))
     assert torch.equal(encoded.codes.view(torch.uint8), plain.codes.view(torch.uint8))
     fits = (x / channels).abs() <= kv_formats.LARGEST[format]
     error = (read(encoded, kind, format, channels) - x).abs()
@@ -337,7 +339,7 @@ def test_a_row_is_encoded_alone():
     x = random(9, 2, 64)
     for format in KVFormat:
         kind = LayerKV(2, 64, format)
-        all_rows, last = encode(x, kind, format, NO_SHAPING), encode(x[8:], kind, format, NO_SHAPING)
+        all_rows, last = encode(x, kind, format, NO_TRANSFORM), encode(x[8:], kind, format, NO_TRANSFORM)
         assert torch.equal(all_rows.codes[8:].view(torch.uint8), last.codes.view(torch.uint8))
         assert last.scales is None or torch.equal(all_rows.scales[8:], last.scales)
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import FORMATS, make_paged, random_shapings
+from paged import FORMATS, make_paged, random_transforms
 
 from configs.kv import KVFormat, KVSpec, LayerKV
 from kernels import ops, reference
 from kernels.cpu import library
 from kernels.cpu import store as native
 from kernels.cpu.offers import KINDS
-from kernels.ops import NO_SHAPING
+from kernels.ops import NO_TRANSFORM
 from kernels.reference import kv_formats
 
 found = library.load()
@@ -86,7 +86,7 @@ def test_every_code_and_scale_lands_where_the_layout_says(dtype, store, format, 
     pool = torch.full((3, spec.block_bytes), 0xAB, dtype=torch.uint8)
     k, v = torch.randn(2, 2, 3, 64).to(dtype)
     store(k, v, ops.LayerPages(pool, spec, 1), torch.tensor([2 * 4 + 3, 0 * 4 + 2]))
-    encoded, half = kv_formats.encode((k, v)[which], kind, format, NO_SHAPING), spec.halves[1][which]
+    encoded, half = kv_formats.encode((k, v)[which], kind, format, NO_TRANSFORM), spec.halves[1][which]
     codes = encoded.codes.view(torch.uint8)
 
     def byte(block, part, *index, size=1):
@@ -113,7 +113,7 @@ def test_every_code_and_scale_lands_where_the_layout_says(dtype, store, format, 
 
 @st.composite
 def layers_with_tokens(draw, dtype):
-    """-> (spec of one layer, shapings of K and V, k, v, slots)"""
+    """-> (spec of one layer, transforms of K and V, k, v, slots)"""
     formats = draw(st.tuples(*[st.sampled_from(KVFormat)] * 2))
     dims = draw(st.sampled_from([32, 64, 96, 128] if KVFormat.INT4 in formats else [6, 30, 40, 64, 80, 96]))
     static = draw(st.booleans()) and any(format.may_be_static for format in formats)
@@ -132,9 +132,9 @@ def layers_with_tokens(draw, dtype):
     if draw(st.booleans()):
         kv[0, 0, 0, -1], kv[1, -1, -1, 0] = float("nan"), -float("nan")
     k, v = kv.to(dtype)
-    shapings = random_shapings(kind, generator)
+    transforms = random_transforms(kind, generator)
     if not static and draw(st.booleans()):
-        shapings = NO_SHAPING, NO_SHAPING
+        transforms = NO_TRANSFORM, NO_TRANSFORM
     slots = torch.randperm(2 * spec.block_size, generator=generator)[:tokens]
     slots[tokens // 2] = draw(st.sampled_from([-1, int(slots[tokens // 2])]))
     # which NaN an unquantised half gets is the machine's affair
@@ -142,7 +142,7 @@ def layers_with_tokens(draw, dtype):
         x if form.is_quantised else x.nan_to_num(1.0, torch.inf, -torch.inf)
         for x, form in zip((k, v), formats, strict=True)
     )
-    return spec, shapings, k, v, slots
+    return spec, transforms, k, v, slots
 
 
 @pytest.mark.parametrize(("dtype", "store"), NATIVE)
@@ -150,11 +150,11 @@ def test_native_codes_and_scales_are_the_references_bit_for_bit(dtype, store):
     @settings(max_examples=250, deadline=None)
     @given(layers_with_tokens(dtype))
     def check(case):
-        spec, shapings, k, v, slots = case
+        spec, transforms, k, v, slots = case
         pool = torch.full((2, spec.block_bytes), 0xAB, dtype=torch.uint8)
         expected = pool.clone()
-        store(k, v, ops.LayerPages(pool, spec, 0, *shapings), slots)
-        reference.store_kv(k, v, ops.LayerPages(expected, spec, 0, *shapings), slots)
+        store(k, v, ops.LayerPages(pool, spec, 0, *transforms), slots)
+        reference.store_kv(k, v, ops.LayerPages(expected, spec, 0, *transforms), slots)
         assert torch.equal(pool, expected), (pool != expected).nonzero()
 
     check()
@@ -167,9 +167,9 @@ def test_a_long_chunk_on_several_threads(dtype, store, format):
     k, v = torch.randn(2, 700, 3, 64).to(dtype)
     pool = torch.zeros(50, spec.block_bytes, dtype=torch.uint8)
     expected, slots = pool.clone(), torch.randperm(800)[:700]
-    shapings = random_shapings(spec.layers[1], torch.Generator().manual_seed(0))
-    store(k, v, ops.LayerPages(pool, spec, 1, *shapings), slots)
-    reference.store_kv(k, v, ops.LayerPages(expected, spec, 1, *shapings), slots)
+    transforms = random_transforms(spec.layers[1], torch.Generator().manual_seed(0))
+    store(k, v, ops.LayerPages(pool, spec, 1, *transforms), slots)
+    reference.store_kv(k, v, ops.LayerPages(expected, spec, 1, *transforms), slots)
     assert torch.equal(pool, expected)
 
 
@@ -208,7 +208,7 @@ def test_ops_assert_their_contract():
         lambda: ops.store_kv(k, k, pages, slots.int()),
         lambda: ops.store_kv(k.transpose(1, 2).contiguous().transpose(1, 2), k, pages, slots),
         lambda: ops.LayerPages(pool.view(4, -1), spec, 0),
-        lambda: ops.LayerPages(pool, spec, 0, ops.Shaping(torch.ones(2, 8))),
+        lambda: ops.LayerPages(pool, spec, 0, ops.KVTransform(torch.ones(2, 8))),
         lambda: ops.copy_blocks(pool.float(), [(0, 1)]),
     ):
         with pytest.raises(AssertionError):
@@ -218,18 +218,18 @@ def test_ops_assert_their_contract():
 def test_static_scales_are_given_where_they_belong_and_nowhere_else():
     spec = KVSpec((LayerKV(2, 8, KVFormat.INT8, value_format=KVFormat.FP8_E5M2, static=True),), 4)
     pool, channels = torch.zeros(2, spec.block_bytes, dtype=torch.uint8), torch.ones(2, 8)
-    none, static = ops.Shaping(), ops.Shaping(channels)
+    none, static = ops.KVTransform(), ops.KVTransform(channels)
     ops.LayerPages(pool, spec, 0, static)
     for wrong in (
         (none, none),
         (static, static),
         (none, static),
         *[
-            (ops.Shaping(x), none)
+            (ops.KVTransform(x), none)
             for x in (channels[:1], channels.half(), channels.to("meta"), torch.ones(8, 2).T, channels[None])
         ],
-        (ops.Shaping(channels, channels), none),
-        (ops.Shaping(channels, None, torch.ones(2, 8, 8)), none),
+        (ops.KVTransform(channels, channels), none),
+        (ops.KVTransform(channels, None, torch.ones(2, 8, 8)), none),
     ):
         with pytest.raises(AssertionError):
             ops.LayerPages(pool, spec, 0, *wrong)
@@ -239,8 +239,13 @@ def test_static_scales_are_given_where_they_belong_and_nowhere_else():
 def test_keys_are_fitted_where_they_have_scales_of_their_own_and_values_never(format):
     spec = KVSpec((LayerKV(2, 32, format),), 4)
     pool, x, square = torch.zeros(2, spec.block_bytes, dtype=torch.uint8), torch.ones(2, 32), torch.ones(2, 32, 32)
-    none = ops.Shaping()
-    for fitted in (ops.Shaping(x), ops.Shaping(None, x), ops.Shaping(None, None, square), ops.Shaping(x, x, square)):
+    none = ops.KVTransform()
+    for fitted in (
+        ops.KVTransform(x),
+        ops.KVTransform(None, x),
+        ops.KVTransform(None, None, square),
+        ops.KVTransform(x, x, square),
+    ):
         if format is KVFormat.FP8_E5M2:
             with pytest.raises(AssertionError):
                 ops.LayerPages(pool, spec, 0, fitted)
@@ -249,4 +254,4 @@ def test_keys_are_fitted_where_they_have_scales_of_their_own_and_values_never(fo
         with pytest.raises(AssertionError):
             ops.LayerPages(pool, spec, 0, none, fitted)
     with pytest.raises(AssertionError):
-        ops.LayerPages(pool, spec, 0, ops.Shaping(None, None, x))
+        ops.LayerPages(pool, spec, 0, ops.KVTransform(None, None, x))

@@ -154,14 +154,14 @@ def test_a20_what_is_not_finite_never_reaches_json(server: ScriptedServer):
 def test_a37_an_answer_has_room_for_so_many_logprobs(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(translate, "MAX_LOGPROBS", 100)
     fields = {"n": 2, "logprobs": True, "top_logprobs": 4}
-    before = server.context.client._sent, server.metric("octavo_requests_finished_total", reason="rejected")
+    before = server.context.client.line.num_sent, server.metric("octavo_requests_finished_total", reason="rejected")
     for limit in ({"max_tokens": 11}, {"max_completion_tokens": 10**9}, {"min_tokens": 11}):
         refused = server.post_chat("long", **fields, **limit)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs", refused.text
         assert "has room for 100" in refused.json()["error"]["message"]
     refused = server.post_completion(["long", "s1"], n=2, logprobs=4, max_tokens=6)
     assert refused.status_code == 400 and "4 choices of 6 tokens" in refused.json()["error"]["message"]
-    assert server.context.client._sent == before[0], "nothing was computed for them"
+    assert server.context.client.line.num_sent == before[0], "nothing was computed for them"
     assert server.metric("octavo_requests_finished_total", reason="rejected") == before[1] + 4
     assert server.post_chat("long", **fields, max_tokens=10).status_code == 200
     assert server.post_completion(["long", "s1"], n=2, logprobs=4, max_tokens=5).status_code == 200

@@ -105,14 +105,14 @@ def test_version(argv: list[str], capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("word", "end"),
     [
-        ("run", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help'."),
-        ("chat", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help'."),
+        ("run", "there are 'serve', 'plan', 'doctor', 'calibrate', 'bench' and 'help'."),
+        ("chat", "there are 'serve', 'plan', 'doctor', 'calibrate', 'bench' and 'help'."),
         # a folder here, and no model for that:
-        ("configs", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help'."),
-        ("sevre", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help': did you mean 'octavo serve'?"),
-        ("Serve", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help': did you mean 'octavo serve'?"),
-        ("plna", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help': did you mean 'octavo plan'?"),
-        ("hlep", "there are 'serve', 'plan', 'doctor', 'calibrate' and 'help': did you mean 'octavo help'?"),
+        ("configs", "there are 'serve', 'plan', 'doctor', 'calibrate', 'bench' and 'help'."),
+        ("sevre", "there are 'serve', 'plan', 'doctor', 'calibrate', 'bench' and 'help': did you mean 'octavo serve'?"),
+        ("Serve", "there are 'serve', 'plan', 'doctor', 'calibrate', 'bench' and 'help': did you mean 'octavo serve'?"),
+        ("plna", "there are 'serve', 'plan', 'doctor', 'calibrate', 'bench' and 'help': did you mean 'octavo plan'?"),
+        ("hlep", "there are 'serve', 'plan', 'doctor', 'calibrate', 'bench' and 'help': did you mean 'octavo help'?"),
         ("org/model", "a model is served by 'octavo serve org/model'."),
         ("m.gguf", "a model is served by 'octavo serve m.gguf'."),
     ],
@@ -199,6 +199,7 @@ ANSWERS = [
     ["serve", "--version"],
     ["serve", "--print-config"],
     ["calibrate", "--help"],
+    ["bench", "--help"],
 ]
 
 
@@ -234,6 +235,8 @@ def test_where_what_is_said_cannot_go(argv: list[str], unbuffered: bool, tmp_pat
         ["serve", "--prot"],
         ["plan", "--help"],
         ["plan", "--gpu", "many"],
+        ["bench", "--help"],
+        ["bench"],
     ],
 )
 def test_quick_answers_import_nothing_heavy(argv: list[str]):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kit import ScriptedServer
 
-from engine.messages import Stats
+from engine.messages import CacheInfo, EngineReady, Stats
 
 ISSUE = [
     "total_pages", "used_pages", "cached_pages", "free_pages", "utilization", "slot_utilization", "active_requests",
@@ -68,7 +68,29 @@ def test_every_number_has_one_name(server: ScriptedServer) -> None:
     values = [value for value in (*report.values(), *report["counters"].values()) if isinstance(value, int)]
     for name, mark in marks.items():
         assert values.count(mark) == (0 if name in taken or name == "received_total" else 1), name
-    assert list(report["cache"]) == ["block_size", "dtype", "max_model_len", "enable_prefix_caching"]
+
+
+def test_the_cache_as_it_was_made_at_start(server: ScriptedServer) -> None:
+    client = server.context.client
+    assert client is not None and client.info is not None
+    made = {"dtype": "int8/int4", "scales": "x.st", "fitted_layers": 3, "divergence": 0.0, "agreement": 1.0}
+    earlier, client.info = (
+        client.info,
+        EngineReady(
+            CacheInfo(64, 16, 4096, 256, max_model_len=512, enable_prefix_caching=True, refresh_interval=64, **made),
+            {},
+            9,
+        ),
+    )
+    try:
+        report = server.http.get("/debug/kv?events=0").json()
+    finally:
+        client.info = earlier
+    expected = {"block_size": 16, "max_model_len": 512, "enable_prefix_caching": True, "refresh_interval": 64, **made}
+    assert report["cache"] == expected
+    plain = server.http.get("/debug/kv?events=0").json()["cache"]
+    assert plain["scales"] is plain["divergence"] is plain["agreement"] is plain["refresh_interval"] is None
+    assert plain["fitted_layers"] == 0
 
 
 def test_every_name_is_documented_and_nothing_else(server: ScriptedServer) -> None:

@@ -262,10 +262,10 @@ def test_a33_several_prompts_are_taken_or_refused_together(start):
     with server.open_request("long"):
         eventually(lambda: server.context.client.num_open == 1)
         server.step_until(lambda: server.context.client.stats.running == 1)
-        sent = server.context.client._sent
+        sent = server.context.client.line.num_sent
         refused = server.post_completion(["s1", "s1", "s1"])
         assert refused.status_code == 503 and "3 sequences would wait" in refused.json()["error"]["message"]
-        assert (server.context.client._sent, server.context.client.num_open) == (sent, 1), "none was submitted"
+        assert (server.context.client.line.num_sent, server.context.client.num_open) == (sent, 1), "none was submitted"
         assert server.metric("octavo_requests_rejected_total", reason="max_num_queued_reqs") == 1
         assert server.metric("octavo_requests_finished_total", reason="rejected") == 1
         assert server.metric("vllm:request_success_total", finished_reason="abort") == 0
@@ -282,7 +282,7 @@ def test_a33_prompts_that_cannot_be_taken_stop_those_before_them(start):
     for bad in ([10**6], [65] * 1000, []):
         refused = server.post_completion([[*b"s1"], bad])
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt.1"
-    assert server.context.client._sent == 0
+    assert server.context.client.line.num_sent == 0
 
 
 def test_reports_that_nobody_waits_for_are_forgotten(start):

@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 from fake_hub import FakeHub, Repository
 
+from configs.pool import PROCESS_BYTES
 from server.cli import main
 from server.doctor import WIDTH
 from server.plan import USAGE
@@ -88,6 +89,15 @@ def test_windows_formats_and_gpus_in_words(tmp_path: Path, capsys: pytest.Captur
         (("--gpu", "80GiB", "--max-num-seqs", "8"), "it fits, and 29 would; reserved in one piece, 29 would."),
         (("--gpu", "80GiB", "--context", "100"), "of 100 tokens at once (--max-num-seqs, --context): it fits"),
         (("--memory", "64GiB", "--max-num-seqs", "16"), "The memory is there: --kv-cache-memory-bytes 32768MiB gives"),
+        (
+            ("--memory", "20GiB", "--max-num-seqs", "16"),
+            "It takes 44.93 GiB of main memory, 32 GiB of it KV cache. There --kv-cache-memory-bytes 32768MiB is "
+            "needed: without a flag the KV cache takes half of what the weights leave, at most 4 GiB. With this change",
+        ),
+        (
+            ("--memory", "20GiB", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "3GiB"),
+            "It takes 44.93 GiB of main memory, 32 GiB of it KV cache. With this change",
+        ),
         (("--gpu", "32GiB", "--max-num-seqs", "320"), "None of the changes above makes it fit alone; --tp 32 does."),
         (
             ("--gpu", "18GiB", "--max-num-seqs", "512"),
@@ -123,6 +133,14 @@ def test_a_quantised_format_may_be_refused(tmp_path: Path, capsys: pytest.Captur
     assert f"check {tried}" in " ".join(capsys.readouterr().out.split())
 
 
+def test_fewer_requests_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(published_models.write(tmp_path, "Gemma-3-27B"))
+    flags = ("--gpu", "80GiB", "--max-model-len", "32K", "--context", "32K")
+    assert main(["plan", folder, *flags]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "1 fits." in words and "--tp 8 does. 4 run at once with --max-num-seqs 4." in words
+
+
 def test_a_model_that_does_not_fit(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", folder, "--gpu", "8GiB"]) == 1
     words = " ".join(capsys.readouterr().out.split())
@@ -140,7 +158,33 @@ def test_the_same_for_programs(folder: str, capsys: pytest.CaptureFixture[str]) 
     assert found["context"] == {"tokens": 4096, "bytes": 2**31, "bytes_in_pages": 2**31, "served": True}
     assert found["lengths"]["p50"] == 1024 and found["load"]["fits"] is False
     assert [option["kind"] for option in found["options"]][:2] == ["reservation", "paging"]
-    assert found["memory"] == {"kind": "gpu", "bytes": 80 * 2**30} and found["refusal"] is None
+    assert found["memory"] == {"kind": "gpu", "bytes": 80 * 2**30, "process_bytes": 0} and found["refusal"] is None
+    assert found["step"]["bytes"] == sum(size for name, size in found["step"].items() if name != "bytes") > 2**30
+
+
+def test_a_cpu_has_no_step_of_a_gpu_but_octavo_itself(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the processes take is set aside before the pool is sized, and belongs to what a load needs."""
+    found = report(capsys, folder, "--memory", "20GiB", "--max-num-seqs", "16")
+    assert found["step"] is None and found["memory"]["process_bytes"] == PROCESS_BYTES
+    half = (20 * 2**30 - found["weight_bytes"] - PROCESS_BYTES) // 2
+    assert half - 2**23 < found["pool"]["bytes"] <= half
+    paging = found["options"][1]
+    assert paging["memory_bytes"] == found["weight_bytes"] + paging["pool_bytes"] + PROCESS_BYTES + 1
+    assert main(["plan", folder, "--memory", "20GiB", "--kv-cache-dtype", "int8", "--kv-refresh-interval", "64"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "a step logits" not in words and "libraries" not in words
+    assert "CPU 20 GiB free Octavo 384 MiB for its processes and a step's work refresh 2 GiB for one sequence" in words
+
+
+def test_a_cpu_that_is_filled_to_the_brim_has_room_for_octavo(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No flag is advised that would leave the processes nothing, and none is taken."""
+    load = ("--max-num-seqs", "16", "--memory")
+    needed = report(capsys, folder, *load, "64GiB")["options"][1]["memory_bytes"]
+    for missing, is_advised in ((0, True), (2**20, False)):
+        found = report(capsys, folder, *load, str(needed - missing))
+        assert ("memory" in [option["kind"] for option in found["options"]]) is is_advised
+    refused = report(capsys, folder, *load, str(needed - 2**20), "--kv-cache-memory-bytes", "32GiB", code=1)["refusal"]
+    assert "but the weights and the 384 MiB of Octavo itself leave" in refused
 
 
 def test_without_a_memory_and_without_room(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

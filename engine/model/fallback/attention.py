@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from engine.model.interface import AttentionBackend, ForwardBatch
+from engine.model.interface import AttentionBackend, AttentionLayer, ForwardBatch
 from kernels import ops
 
 NAME = "octavo"
@@ -61,9 +61,8 @@ class PagedStep:
 
     def __call__(self, asked: Asked) -> torch.Tensor:
         assert asked.layer is not None
-        return self.attention.forward(
-            asked.layer, asked.q, asked.k, asked.v, self.batch, float(asked.scale), asked.softcap, asked.sinks
-        )
+        layer = AttentionLayer(asked.layer, float(asked.scale), asked.softcap, asked.sinks)
+        return self.attention.forward(layer, asked.q, asked.k, asked.v, self.batch)
 
 
 def attend(

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from configs.decoder import DecoderConfig
-from engine.model.interface import AttentionBackend, ForwardBatch
+from engine.model.interface import AttentionBackend, AttentionLayer, ForwardBatch
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import RMSNorm
 from engine.model.layers.rotary import RotaryEmbedding
@@ -15,8 +15,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer, self.heads, self.kv_heads = layer, config.num_heads, config.num_kv_heads
-        self.scale, self.qk_norm = config.attention_scale, config.qk_norm
+        self.layer = AttentionLayer(layer, config.attention_scale)
+        self.heads, self.kv_heads, self.qk_norm = config.num_heads, config.num_kv_heads, config.qk_norm
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.split = [queries, keys, keys]
         self.qkv = Linear(config.hidden_size, {"q": queries, "k": keys, "v": keys}, config.qkv_bias, dtype)
@@ -33,5 +33,5 @@ class Attention(nn.Module):
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         rotary(q, k, batch.positions)
-        out: torch.Tensor = self.o(attention.forward(self.layer, q, k, v, batch, self.scale))
+        out: torch.Tensor = self.o(attention.forward(self.layer, q, k, v, batch))
         return out

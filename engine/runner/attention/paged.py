@@ -3,7 +3,7 @@
 import torch
 
 from configs.kv import KVLayout
-from engine.model.interface import ForwardBatch
+from engine.model.interface import AttentionLayer, ForwardBatch
 from engine.runner.kv_store import PagedStore
 from kernels import ops
 
@@ -18,19 +18,11 @@ class PagedAttention:
         self._windows = tuple(layout.groups[group].window for group in store.groups)
 
     def forward(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: ForwardBatch,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """q: [T, heads, head_dim], rotated; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
-        store, window = self.store, self._windows[layer]
-        store.write(layer, k, v, batch)
-        tables = batch.block_tables[store.groups[layer]]
-        where = store.pages[layer], tables, batch.query_start, batch.seq_lens
-        return ops.paged_attention(q, *where, scale, window, softcap, sinks)
+        store, window = self.store, self._windows[layer.index]
+        store.write(layer.index, k, v, batch)
+        tables = batch.block_tables[store.groups[layer.index]]
+        where = store.pages[layer.index], tables, batch.query_start, batch.seq_lens
+        return ops.paged_attention(q, *where, layer.scale, window, layer.softcap, layer.sinks)

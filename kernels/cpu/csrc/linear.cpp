@@ -23,3 +23,22 @@ extern "C" void octavo_pack_linear(const uint8_t *weight, int64_t row_bytes, int
     };
     on_threads(static_cast<int>(threads), body);
 }
+
+// codes: n rows of k, `row_bytes` apart, one a column. to: [ceil(n / 32), dims, 32].
+extern "C" void octavo_pack_linear_int8(const uint8_t *codes, int64_t row_bytes, int64_t n, int64_t k, int64_t dims,
+                                        uint8_t *to) {
+    const int64_t threads = octavo_threads();
+    const int64_t blocks = divide_up(n, BLOCK);
+    auto body = [&](int thread) {
+        for (int64_t block = blocks * thread / threads; block < blocks * (thread + 1) / threads; block++) {
+            uint8_t *own = to + block * dims * BLOCK;
+            memset(own, 0, dims * BLOCK);
+            for (int64_t start = 0; start < k; start += 64)  // a line of each row
+                for (int64_t i = 0; i < smaller(BLOCK, n - block * BLOCK); i++) {
+                    const uint8_t *row = codes + (block * BLOCK + i) * row_bytes;
+                    for (int64_t dim = start; dim < smaller(start + 64, k); dim++) own[dim * BLOCK + i] = row[dim];
+                }
+        }
+    };
+    on_threads(static_cast<int>(threads), body);
+}

@@ -7,6 +7,10 @@
 // Packed weight: [blocks of 32 columns][depth][32 columns] units of 32 bits (formats.h: one fp32 or a pair of bf16
 // input dims), so that few rows stream it from memory in one direction. A column is an output; in a gated layer a block
 // has 16 columns of G and the same 16 of U. Columns and input dims beyond the last are zeros.
+//
+// An int8 weight is packed as codes, [blocks of 32 columns][dims][32 columns] bytes. They become units on their way to
+// the registers, which is exact: sums are those of a weight of whole numbers. Each is multiplied by its column's scale,
+// in fp32, before the bias is added.
 
 #pragma once
 
@@ -18,7 +22,9 @@
 
 // A packed weight. Mirrored in kernels/cpu/linear.py.
 struct LinearWeight {
-    const uint32_t *units;  // [blocks, depth, 32], 64-byte aligned
+    const uint32_t *units;  // [blocks, depth, 32], 64-byte aligned; null: codes
+    const uint8_t *codes;   // [blocks, depth x numbers of a unit, 32], 64-byte aligned; null: units
+    const float *scales;    // [blocks * 32] with codes, else null
     const float *bias;      // [blocks * 32] or null
     int64_t n, k;           // outputs, inputs
     int64_t depth;          // units of a column, at least ceil(k / numbers in a unit); a multiple of 16 for bf16
@@ -37,6 +43,20 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 inline int64_t outputs_of_block(const LinearWeight &w) { return w.gated() ? HALF : BLOCK; }
 inline int64_t blocks_of(const LinearWeight &w) { return divide_up(w.n, outputs_of_block(w)); }
+
+// Sums of W columns from `column` on -> what is gated, or rounded and written.
+inline Vec finished(const LinearWeight &w, Vec sum, int64_t column) {
+    if (w.scales) sum = mul(sum, load(w.scales + column));
+    return w.bias ? add(sum, load(w.bias + column)) : sum;
+}
+
+// Units of W columns. `codes`: those of their first dim.
+template <class F>
+Units widened(const uint8_t *codes) {
+    Vec numbers[F::PAIR];
+    for (int i = 0; i < F::PAIR; i++) numbers[i] = from_int8(codes + i * BLOCK);
+    return F::exact(numbers);
+}
 
 // Memory that a thread keeps from call to call.
 struct ThreadMemory {

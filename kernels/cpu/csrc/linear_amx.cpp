@@ -65,11 +65,10 @@ struct Pending {
         constexpr int64_t WIDTH = GATE == Gate::NONE ? BLOCK : HALF, AHEAD = 4;  // rows whose places in y are fetched in advance
         const int64_t outputs = smaller(WIDTH, w->n - block * WIDTH);
         const __mmask32 there = outputs == BLOCK ? ~0u : (1u << outputs) - 1;
-        const float *bias = w->bias ? w->bias + block * BLOCK : nullptr;
         for (; next < end; next++) {
             const float *from = sums[next / PANEL].tile[next % PANEL / ROWS * 2] + next % ROWS * ROWS;
             Vec low = load(from), high = load(from + ROWS * ROWS);
-            if (bias) low = add(low, load(bias)), high = add(high, load(bias + HALF));
+            low = finished(*w, low, block * BLOCK), high = finished(*w, high, block * BLOCK + HALF);
             uint16_t *to = y + next * w->n + block * WIDTH;
             __builtin_prefetch(to + AHEAD * w->n, 1);
             if constexpr (GATE != Gate::NONE) {
@@ -82,12 +81,92 @@ struct Pending {
     }
 };
 
+// The length of equal parts of at most `most` steps.
+inline int64_t part_of(int64_t steps, int64_t most) { return divide_up(steps, divide_up(steps, most)); }
+
+// Hands out the units of a share's blocks, chunk by chunk: they lie in memory, and what will be read next is fetched
+// meanwhile, to the first cache if NEAR, else to the second.
+template <bool NEAR>
+class UnitReader {
+    static constexpr int64_t AHEAD = 8192;  // bytes that the weight is fetched in advance while one panel passes by
+
+    const LinearWeight &w;
+    const char *ahead = nullptr;
+    const int lines;  // fetched a step
+
+  public:
+    const int64_t chunk_steps;
+
+    UnitReader(const LinearWeight &w, const Share &, int64_t panels, char *)
+        : w(w), lines(static_cast<int>(divide_up(2 * ROWS, panels))),
+          chunk_steps(NEAR ? w.depth / UNITS : part_of(w.depth / UNITS, CHUNK)) {}
+
+    const uint32_t *chunk(int64_t block, int64_t first, int64_t end) {
+        const uint32_t *units = w.units + (block * w.depth + first * UNITS) * BLOCK;
+        ahead = reinterpret_cast<const char *>(units) + (NEAR ? AHEAD : (end - first) * 2 * TILE_BYTES);
+        return units;
+    }
+    void step() {
+        for (int i = 0; i < lines; i++, ahead += 64) _mm_prefetch(ahead, NEAR ? _MM_HINT_T0 : _MM_HINT_T1);
+    }
+};
+
+// The same from codes: they become units in one of two chunks of scratch memory while the other one is multiplied by.
+// (A tile that is loaded right after it was written waits until that has reached the cache.)
+class CodeReader {
+    static constexpr int64_t AHEAD = 8192;            // bytes that codes are fetched in advance
+    static constexpr int64_t UNIT_CODES = 2 * BLOCK;  // of a unit of each column
+    static constexpr int64_t NEAR_CHUNK = 4, LONGEST_CHUNK = 6;  // steps, while one panel passes by and while many do
+
+    const int64_t steps, units_a_step;  // of a block; that are made
+    const uint8_t *from;                // the next codes
+    int64_t later;                      // steps of the share that no chunk so far has
+    uint32_t *next, *to, *now;          // chunks: being made, and where in it; multiplied by
+    int64_t left = 0;                   // units of each column that the next chunk lacks
+
+    // What comes after step `end` of a block.
+    void begin(int64_t end) {
+        const int64_t rest = steps - end % steps, length = smaller(later, smaller(chunk_steps, rest));
+        later -= length;
+        left = length * UNITS;
+        to = next;
+    }
+    void widen(int64_t count) {
+        for (count = smaller(count, left), left -= count; count > 0; count--, from += UNIT_CODES, to += BLOCK) {
+            _mm_prefetch(from + AHEAD, _MM_HINT_T1);
+            store_units(to, widened<Bf16>(from));
+            store_units(to + HALF, widened<Bf16>(from + HALF));
+        }
+    }
+
+  public:
+    static constexpr int64_t SCRATCH = 2 * LONGEST_CHUNK * 2 * TILE_BYTES;
+    const int64_t chunk_steps;
+
+    CodeReader(const LinearWeight &w, const Share &share, int64_t panels, char *scratch)
+        : steps(w.depth / UNITS), units_a_step(divide_up(UNITS, panels)),
+          from(w.codes + share.first_block * w.depth * UNIT_CODES),
+          later((share.end_block - share.first_block) * steps), next(reinterpret_cast<uint32_t *>(scratch)), to(next),
+          now(next + LONGEST_CHUNK * UNITS * BLOCK),
+          chunk_steps(part_of(steps, panels == 1 ? NEAR_CHUNK : LONGEST_CHUNK)) {
+        begin(0);
+    }
+
+    const uint32_t *chunk(int64_t, int64_t, int64_t end) {
+        widen(left);
+        uint32_t *made = next;
+        next = now, now = made;
+        begin(end);
+        return now;
+    }
+    void step() { widen(units_a_step); }
+};
+
 // Takes in `steps` steps. a: A tiles of the upper half, `half` bytes before those of the lower one; b: units of the
-// block. `ahead`: what will be read next, of which `fetch` lines a step are fetched, to the first cache if NEAR, else
-// to the second. `written` rows a step of `pending` are written.
-template <bool BOTH, bool NEAR>
-void multiply(const char *a, int64_t half, const uint32_t *b, int64_t steps, const char *ahead, int fetch,
-              Pending &pending, int64_t written) {
+// block. Meanwhile, each step, `weight` makes ready what comes next and `written` rows of `pending` are written.
+template <bool BOTH, class Reader>
+void multiply(const char *a, int64_t half, const uint32_t *b, int64_t steps, Reader &weight, Pending &pending,
+              int64_t written) {
     for (int64_t step = 0; step < steps; step++, a += TILE_BYTES, b += UNITS * BLOCK) {
         load_tile<A0>(a, 64);
         load_tile<B0>(b, BLOCK * 4);
@@ -100,7 +179,7 @@ void multiply(const char *a, int64_t half, const uint32_t *b, int64_t steps, con
         dot_bf16_tiles<C01, A0, B1>();
         if constexpr (BOTH) dot_bf16_tiles<C11, A1, B1>();
         pending.write(written);
-        for (int i = 0; i < fetch; i++, ahead += 64) _mm_prefetch(ahead, NEAR ? _MM_HINT_T0 : _MM_HINT_T1);
+        weight.step();
     }
 }
 
@@ -127,47 +206,50 @@ void store_sums(Sums &to) {
 
 // One thread's rows and blocks.
 class Multiplier {
-    static constexpr int64_t AHEAD = 8192;  // bytes that the weight is fetched in advance while one panel passes by
-
     const LinearWeight &w;
     const int64_t steps;         // of a block
     const int64_t super_panels;  // packed together: as many as leave room in the second cache
     char *packed;                // A tiles of the rows at hand
     Sums *sums;                  // of two blocks and each panel
+    char *scratch;               // of the reader
     Pending pending = {};
 
-    // Steps [first, end) of one panel and block.
-    template <bool BOTH, bool NEAR>
-    void run(const char *a, const uint32_t *b, int64_t first, int64_t end, const char *ahead, int fetch, Sums &own) {
-        if (first) load_sums<BOTH>(own);
-        else zero_sums<BOTH>();
-        multiply<BOTH, NEAR>(a + first * TILE_BYTES, steps * TILE_BYTES, b, end - first, ahead, fetch, pending,
-                             divide_up(PANEL, steps));
-        store_sums<BOTH>(own);
+    // Steps [first, end) of one of many panels, or of a panel that stays in the tiles, and one block.
+    template <bool BOTH, class Reader>
+    void run(const char *a, const uint32_t *b, int64_t first, int64_t end, bool stays, Reader &weight, Sums &own) {
+        if (first == 0) zero_sums<BOTH>();
+        else if (!stays) load_sums<BOTH>(own);
+        multiply<BOTH>(a + first * TILE_BYTES, steps * TILE_BYTES, b, end - first, weight, pending,
+                       divide_up(PANEL, steps));
+        if (!stays || end == steps) store_sums<BOTH>(own);
     }
 
-    // One panel: the weight passes by once.
-    void one_panel(int64_t block, bool both, Sums &own) {
-        const uint32_t *b = w.units + block * steps * UNITS * BLOCK;
-        const char *ahead = reinterpret_cast<const char *>(b) + AHEAD;
-        if (both) run<true, true>(packed, b, 0, steps, ahead, 2 * ROWS, own);
-        else run<false, true>(packed, b, 0, steps, ahead, 2 * ROWS, own);
-    }
-
-    // Many panels: all pass by a chunk of the block, which stays in the first cache, while the next chunk is fetched.
-    void many_panels(int64_t block, int64_t rows, Sums *own) {
-        const int64_t panels = divide_up(rows, PANEL), chunk = divide_up(steps, divide_up(steps, CHUNK));
-        const int fetch = static_cast<int>(divide_up(2 * ROWS, panels));
-        for (int64_t first = 0; first < steps; first += chunk) {
-            const int64_t end = smaller(first + chunk, steps);
-            const uint32_t *b = w.units + (block * steps + first) * UNITS * BLOCK;
-            const char *ahead = reinterpret_cast<const char *>(b) + (end - first) * 2 * TILE_BYTES;
-            for (int64_t p = 0; p < panels; p++, ahead += (end - first) * fetch * 64) {
+    // All panels pass by a chunk of the block, which stays in the first cache, before the next chunk comes.
+    template <class Reader>
+    void one_block(int64_t block, int64_t rows, Reader &weight, Sums *own) {
+        const int64_t panels = divide_up(rows, PANEL);
+        for (int64_t first = 0; first < steps; first += weight.chunk_steps) {
+            const int64_t end = smaller(first + weight.chunk_steps, steps);
+            const uint32_t *b = weight.chunk(block, first, end);
+            for (int64_t p = 0; p < panels; p++) {
                 const char *a = packed + 2 * p * steps * TILE_BYTES;
-                if (rows - p * PANEL > ROWS) run<true, false>(a, b, first, end, ahead, fetch, own[p]);
-                else run<false, false>(a, b, first, end, ahead, fetch, own[p]);
+                if (rows - p * PANEL > ROWS) run<true>(a, b, first, end, panels == 1, weight, own[p]);
+                else run<false>(a, b, first, end, panels == 1, weight, own[p]);
             }
         }
+    }
+
+    // Packed rows by all blocks of the share.
+    template <class Reader>
+    void all_blocks(const Share &share, int64_t rows, uint16_t *y) {
+        Reader weight(w, share, divide_up(rows, PANEL), scratch);
+        for (int64_t block = share.first_block; block < share.end_block; block++) {
+            Sums *own = sums + block % 2 * super_panels;
+            one_block(block, rows, weight, own);
+            pending.write(rows);
+            pending = {&w, own, block, y, rows, 0};
+        }
+        pending.write(rows);
     }
 
   public:
@@ -181,22 +263,19 @@ class Multiplier {
         const int64_t all = share.end_row - share.first_row;
         if (all <= 0 || share.first_block == share.end_block) return true;
         const int64_t halves = divide_up(smaller(all, super_panels * PANEL), ROWS);
-        char *room = memory.reserve(sizeof(Sums) * 2 * super_panels + halves * steps * TILE_BYTES);
+        const int64_t sums_bytes = sizeof(Sums) * 2 * super_panels, scratch_bytes = w.codes ? CodeReader::SCRATCH : 0;
+        char *room = memory.reserve(sums_bytes + scratch_bytes + halves * steps * TILE_BYTES);
         if (!room) return false;
         sums = reinterpret_cast<Sums *>(room);
-        packed = room + sizeof(Sums) * 2 * super_panels;
+        scratch = room + sums_bytes;
+        packed = scratch + scratch_bytes;
         configure(static_cast<int>(smaller(ROWS, all)), all > ROWS ? static_cast<int>(smaller(ROWS, all - ROWS)) : 1);
         for (int64_t row = share.first_row; row < share.end_row; row += super_panels * PANEL) {
             const int64_t rows = smaller(super_panels * PANEL, share.end_row - row);
             pack_rows(x + row * x_stride, x_stride, rows, w.k, packed);
-            for (int64_t block = share.first_block; block < share.end_block; block++) {
-                Sums *own = sums + block % 2 * super_panels;
-                if (rows <= PANEL) one_panel(block, rows > ROWS, *own);
-                else many_panels(block, rows, own);
-                pending.write(rows);
-                pending = {&w, own, block, y + row * w.n, rows, 0};
-            }
-            pending.write(rows);
+            if (w.codes) all_blocks<CodeReader>(share, rows, y + row * w.n);
+            else if (rows <= PANEL) all_blocks<UnitReader<true>>(share, rows, y + row * w.n);
+            else all_blocks<UnitReader<false>>(share, rows, y + row * w.n);
         }
         release_tiles();
         return true;

@@ -31,6 +31,36 @@ struct Panel {
     }
 };
 
+// A block of the weight in units.
+template <class F>
+struct UnitBlock {
+    static constexpr int LINE = 16;  // columns of a cache line
+    const uint32_t *units;
+
+    Units at(int64_t u, int64_t column) const { return load_units(units + u * BLOCK + column); }
+    // What will be read a while after that.
+    const void *ahead(int64_t u, int64_t column) const { return units + (u + 32) * BLOCK + column; }
+};
+
+// A block of the weight in codes.
+template <class F>
+struct CodeBlock {
+    static constexpr int LINE = BLOCK, ROW = F::PAIR * BLOCK;  // bytes of a unit of each column
+    const uint8_t *codes;
+
+    Units at(int64_t u, int64_t column) const { return widened<F>(codes + u * ROW + column); }
+    const void *ahead(int64_t u, int64_t column) const { return codes + u * ROW + column + 4096; }
+};
+
+template <class F>
+void widen_block(const LinearWeight &w, int64_t block, uint32_t *to) {
+    const CodeBlock<F> from{w.codes + block * w.depth * CodeBlock<F>::ROW};
+    for (int64_t u = 0; u < w.depth; u++) {
+        __builtin_prefetch(from.ahead(u, 0));
+        for (int64_t column = 0; column < BLOCK; column += W) store_units(to + u * BLOCK + column, from.at(u, column));
+    }
+}
+
 // The sums of a row and block -> its outputs.
 template <class Numbers, Gate GATE>
 void write_gated(const LinearWeight &w, const float *sums, int64_t block, typename Numbers::Number *y) {
@@ -55,21 +85,20 @@ void write_outputs(const LinearWeight &w, const float *sums, int64_t block, type
 }
 
 // M rows x one block.
-template <class F, class Numbers, int M, bool PACKED>
-void multiply_block(const LinearWeight &w, Panel<F, M, PACKED> panel, int64_t block, typename F::Number *y) {
+template <class F, class Numbers, int M, bool PACKED, class Block>
+void multiply_block(const LinearWeight &w, Block weight, Panel<F, M, PACKED> panel, int64_t block,
+                    typename F::Number *y) {
     constexpr int N = ACCUMULATORS / M >= BLOCK_VECS ? BLOCK_VECS : 2;
-    constexpr int AHEAD = 32 * BLOCK;  // units that the weight is fetched in advance
     const int64_t depth = divide_up(w.k, F::PAIR);
     alignas(64) float sums[M][BLOCK];
     for (int first = 0; first < BLOCK_VECS; first += N) {
-        const uint32_t *units = w.units + block * w.depth * BLOCK + first * W;
         Vec sum[M][N];
         for (auto &row : sum)
             for (Vec &s : row) s = splat(0);
-        for (int64_t u = 0; u < depth; u++, units += BLOCK) {
+        for (int64_t u = 0; u < depth; u++) {
             Units piece[N];
-            for (int j = 0; j < N; j++) piece[j] = load_units(units + j * W);
-            for (int j = 0; j < N * W; j += 16) __builtin_prefetch(units + AHEAD + j);
+            for (int j = 0; j < N; j++) piece[j] = weight.at(u, (first + j) * W);
+            for (int j = 0; j < N * W; j += Block::LINE) __builtin_prefetch(weight.ahead(u, first * W + j));
             for (int m = 0; m < M; m++) {
                 const Units unit = panel.unit(m, u);
                 for (int j = 0; j < N; j++) sum[m][j] = F::dot(sum[m][j], unit, piece[j]);
@@ -77,21 +106,20 @@ void multiply_block(const LinearWeight &w, Panel<F, M, PACKED> panel, int64_t bl
         }
         for (int j = 0; j < N; j++) {
             const int64_t column = (first + j) * W;
-            for (int m = 0; m < M; m++)
-                store(sums[m] + column, w.bias ? add(sum[m][j], load(w.bias + block * BLOCK + column)) : sum[m][j]);
+            for (int m = 0; m < M; m++) store(sums[m] + column, finished(w, sum[m][j], block * BLOCK + column));
         }
     }
     for (int m = 0; m < M; m++) write_outputs<Numbers>(w, sums[m], block, y + m * w.n);
 }
 
 // As multiply_block, for a number of rows known at run time.
-template <class F, class Numbers, bool PACKED, int M = MOST_ROWS>
-void multiply_rows(const LinearWeight &w, const typename F::Number *x, int64_t stride, int rows, int64_t block,
-                   typename F::Number *y) {
+template <class F, class Numbers, bool PACKED, int M = MOST_ROWS, class Block>
+void multiply_rows(const LinearWeight &w, Block weight, const typename F::Number *x, int64_t stride, int rows,
+                   int64_t block, typename F::Number *y) {
     if constexpr (M > 1) {
-        if (rows < M) return multiply_rows<F, Numbers, PACKED, M - 1>(w, x, stride, rows, block, y);
+        if (rows < M) return multiply_rows<F, Numbers, PACKED, M - 1>(w, weight, x, stride, rows, block, y);
     }
-    multiply_block<F, Numbers>(w, Panel<F, M, PACKED>{x, stride}, block, y);
+    multiply_block<F, Numbers>(w, weight, Panel<F, M, PACKED>{x, stride}, block, y);
 }
 
 // rows of x -> [units, rows] units; the last number of an odd row gets a zero beside it.
@@ -112,21 +140,32 @@ bool multiply_share(const LinearWeight &w, const Number *x, int64_t x_stride, Nu
     const int64_t width = divide_up(w.k, F::PAIR) * F::PAIR, all = share.end_row - share.first_row;
     // Rows a multiple of 4096 bytes apart would fight for the same places of the cache.
     const bool in_place = all <= MOST_ROWS && width == w.k && (all == 1 || x_stride * sizeof(Number) % 4096 != 0);
-    char *room = in_place ? nullptr : memory.reserve(smaller(all, SUPER_ROWS) * width * sizeof(Number));
+    const bool widen = w.codes && all > MOST_ROWS;  // once for all panels
+    const int64_t block_units = w.depth * BLOCK, widened_bytes = widen ? block_units * 4 : 0;
+    const int64_t packed_bytes = in_place ? 0 : smaller(all, SUPER_ROWS) * width * sizeof(Number);
+    char *room = in_place ? nullptr : memory.reserve(widened_bytes + packed_bytes);
     if (!in_place && !room) return false;
-    auto *packed = reinterpret_cast<Number *>(room);
+    auto *units = reinterpret_cast<uint32_t *>(room);
+    auto *packed = reinterpret_cast<Number *>(room + widened_bytes);
     for (int64_t row = share.first_row; row < share.end_row; row += SUPER_ROWS) {
         const int64_t rows = smaller(SUPER_ROWS, share.end_row - row);
         const int64_t panel = divide_up(rows, divide_up(rows, MOST_ROWS));
         const auto rows_of = [=](int64_t first) { return static_cast<int>(smaller(panel, rows - first)); };
         for (int64_t r = 0; r < rows && !in_place; r += panel)
             pack_panel<F>(x + (row + r) * x_stride, x_stride, rows_of(r), w.k, packed + r * width);
-        for (int64_t block = share.first_block; block < share.end_block; block++)
-            for (int64_t r = 0; r < rows; r += panel) {
-                Number *to = y + (row + r) * w.n;
-                if (in_place) multiply_rows<F, Numbers, false>(w, x + row * x_stride, x_stride, rows_of(r), block, to);
-                else multiply_rows<F, Numbers, true>(w, packed + r * width, 0, rows_of(r), block, to);
-            }
+        for (int64_t block = share.first_block; block < share.end_block; block++) {
+            const auto multiply = [&](auto weight) {
+                for (int64_t r = 0; r < rows; r += panel) {
+                    Number *to = y + (row + r) * w.n;
+                    const Number *own = in_place ? x + row * x_stride : packed + r * width;
+                    if (in_place) multiply_rows<F, Numbers, false>(w, weight, own, x_stride, rows_of(r), block, to);
+                    else multiply_rows<F, Numbers, true>(w, weight, own, 0, rows_of(r), block, to);
+                }
+            };
+            if (!w.codes) multiply(UnitBlock<F>{w.units + block * block_units});
+            else if (!widen) multiply(CodeBlock<F>{w.codes + block * block_units * F::PAIR});
+            else widen_block<F>(w, block, units), multiply(UnitBlock<F>{units});
+        }
     }
     return true;
 }

@@ -34,7 +34,7 @@ def test_a_sequence_by_itself_is_the_engines(loaded: Loaded, name: str) -> None:
     loaded = in_format(loaded, name)
     score = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
     [scored] = Engine(loaded).run([IDS], score)
-    solo = Solo(loaded.model, loaded.kv_layers, len(IDS), CPU, loaded.shapings)
+    solo = Solo(loaded.model, loaded.kv_layers, len(IDS), CPU, loaded.transforms)
     hidden = [solo.hidden(IDS, chunk=chunk) for chunk in (None, 7)]
     assert torch.equal(*hidden)
     logits = loaded.model.logits(hidden[0]).log_softmax(dim=-1)

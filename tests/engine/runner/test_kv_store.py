@@ -6,10 +6,10 @@ from paged import plain_attention
 
 from configs.errors import StartupError
 from configs.kv import KVFormat, KVLayout, LayerKV
-from engine.model.interface import ForwardBatch
+from engine.model.interface import AttentionLayer, ForwardBatch
 from engine.runner.attention.paged import PagedAttention
-from engine.runner.kv_store import HUGE_PAGE, UNSHAPED, PagedStore, allocate_pool
-from kernels.ops import Shaping
+from engine.runner.kv_store import HUGE_PAGE, UNTRANSFORMED, PagedStore, allocate_pool
+from kernels.ops import KVTransform
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_a_store_writes_each_layer_in_its_formats(window: int | None):
     layout, channels = KVLayout.of(layers, 8), torch.rand(2, 2, 32) + 0.1
     pools = [allocate_pool(3, group.spec.block_bytes, CPU) for group in layout.groups]
     attention = PagedAttention(
-        PagedStore(pools, layout, [UNSHAPED, (Shaping(channels[0]), Shaping(channels[1]))]), layout
+        PagedStore(pools, layout, [UNTRANSFORMED, (KVTransform(channels[0]), KVTransform(channels[1]))]), layout
     )
     rows, groups = torch.arange(20), len(pools)
     ends, lengths = torch.tensor([0, 20], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
@@ -57,7 +57,7 @@ def test_a_store_writes_each_layer_in_its_formats(window: int | None):
     batch = ForwardBatch(rows, rows, (slots,) * groups, ends, lengths, (tables,) * groups, rows)
     q, k, v = torch.randn(20, 4, 32), torch.randn(20, 2, 32), torch.randn(20, 2, 32)
     for layer, bound in ((0, 0.25), (1, 0.15)):
-        out = attention.forward(layer, q, k, v, batch, 0.2)
+        out = attention.forward(AttentionLayer(layer, 0.2), q, k, v, batch)
         exact = plain_attention(q, k, v, 0.2, layers[layer].window)
         assert 1e-3 < (out - exact).norm() / exact.norm() < bound
     with pytest.raises(AssertionError):
@@ -67,4 +67,4 @@ def test_a_store_writes_each_layer_in_its_formats(window: int | None):
 def test_layers_without_scales_need_none():
     layout = KVLayout.of((LayerKV(2, 32, KVFormat.INT8),) * 3, 8)
     pools = [allocate_pool(3, group.spec.block_bytes, CPU) for group in layout.groups]
-    assert [pages.shapings for pages in PagedStore(pools, layout).pages] == [UNSHAPED] * 3
+    assert [pages.transforms for pages in PagedStore(pools, layout).pages] == [UNTRANSFORMED] * 3

@@ -13,6 +13,7 @@ import torch
 from engines import CPU, Engine, Loaded
 from tiny_models import FAMILIES, VARIANTS
 
+from configs.model import Quantization
 from configs.supported import read_model
 from engine.messages import NewRow, StepPlan
 from engine.model.registry import load_model
@@ -48,17 +49,18 @@ class AttentionThere:
 
     name = "none (test)"
 
-    def forward(self, layer, q, k, v, batch, scale, softcap=None, sinks=None):
+    def forward(self, layer, q, k, v, batch):
         assert q.device == k.device == v.device == batch.slot_mapping[0].device == META
         return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_model_is_wholly_on_its_device(name: str, tmp_path: Path) -> None:
+def test_a_model_is_wholly_on_its_device(name: str, quantization: Quantization, tmp_path: Path) -> None:
     """On the device without memory: mixing it with the CPU is an error, and so is a way back."""
     folder = tiny_models.build(tmp_path, VARIANTS[name])
     config = read_model(folder)
-    model = load_model(folder, config, torch.bfloat16, 64, lambda fraction: None, META)
+    model = load_model(folder, config, torch.bfloat16, 64, lambda fraction: None, META, quantization)
     assert {buffer.device for buffer in model.buffers()} == {META}
     assert torch.get_default_device() == CPU, "no trace of it is left in the process"
     rows, link = RequestRows(2, 64, 16), CopyLink()
@@ -99,7 +101,7 @@ def test_what_serves_a_gpu_gives_the_same_tokens(
     monkeypatch.setattr(ops, "_serve", lambda op, tensor, formats=None: getattr(reference, op))
     monkeypatch.setattr(attention, "attend_alone", attention.attend_together)
     loaded = replace(on_cpu)
-    fits, fits_on_cpu = ([vars(k) for k, _ in each.shapings] for each in (loaded, on_cpu))
+    fits, fits_on_cpu = ([vars(k) for k, _ in each.transforms] for each in (loaded, on_cpu))
     torch.testing.assert_close(fits, fits_on_cpu, atol=1e-5, rtol=1e-5)
     assert any(fit["feedback"] is not None for fit in fits) == (format != "auto")
     engine, link = Engine(loaded, chunk=64), CopyLink()

@@ -196,7 +196,7 @@ def quantised_once(loaded: Loaded, layout: KVLayout, token_ids: list[int], start
     tables = [list(range(solo.num_pages))] * len(starts)
     full = contents(solo.attention.store, tables, [0] * len(starts), len(token_ids))
     pools = [allocate_pool(solo.num_pages, group.spec.block_bytes, loaded.device) for group in layout.groups]
-    store = PagedStore(pools, layout, loaded.shapings)
+    store = PagedStore(pools, layout, loaded.transforms)
     for layer, pages in enumerate(store.pages):
         k, v = (full[2 * layer + half][0].transpose(0, 1).contiguous().to(loaded.dtype) for half in (0, 1))
         ops.store_kv(k, v, pages, torch.arange(len(token_ids)))

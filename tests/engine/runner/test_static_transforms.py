@@ -7,8 +7,8 @@ import torch
 
 from configs.kv import KVFormat, LayerKV
 from engine.kv_scales import KVScales
-from engine.runner.kv_store import UNSHAPED, static_shapings
-from kernels.ops import NO_SHAPING
+from engine.runner.kv_store import UNTRANSFORMED, static_transforms
+from kernels.ops import NO_TRANSFORM
 
 CPU = torch.device("cpu")
 INT8, INT4, BF16 = KVFormat.INT8, KVFormat.INT4, KVFormat.BF16
@@ -19,17 +19,17 @@ SCALES = KVScales("Tiny", (INT8, INT8), "channel", 300, NUMBERS)
 
 
 def test_every_half_gets_its_own():
-    for found, both in zip(static_shapings(SCALES, LAYERS, CPU), NUMBERS, strict=True):
-        for shaping, numbers in zip(found, both, strict=True):
-            x = shaping.channels
+    for found, both in zip(static_transforms(SCALES, LAYERS, CPU), NUMBERS, strict=True):
+        for transform, numbers in zip(found, both, strict=True):
+            x = transform.channels
             assert x is not None and np.array_equal(x.numpy(), numbers)
-            assert x.dtype == torch.float32 and x.is_contiguous() and shaping.centre is shaping.feedback is None
+            assert x.dtype == torch.float32 and x.is_contiguous() and transform.centre is transform.feedback is None
 
 
 def test_only_halves_with_fixed_scales_get_them():
     layers = (replace(LAYERS[0], value_format=INT4), LayerKV(1, 16, BF16))
-    (k, v), skipped = static_shapings(SCALES, layers, CPU)
-    assert np.array_equal(k.channels, NUMBERS[0][0]) and v is NO_SHAPING and skipped == UNSHAPED
+    (k, v), skipped = static_transforms(SCALES, layers, CPU)
+    assert np.array_equal(k.channels, NUMBERS[0][0]) and v is NO_TRANSFORM and skipped == UNTRANSFORMED
     layers = (replace(LAYERS[0], format=BF16, value_format=INT8), LAYERS[1])
-    (k, v), _ = static_shapings(SCALES, layers, CPU)
-    assert k is NO_SHAPING and np.array_equal(v.channels, NUMBERS[0][1])
+    (k, v), _ = static_transforms(SCALES, layers, CPU)
+    assert k is NO_TRANSFORM and np.array_equal(v.channels, NUMBERS[0][1])
