@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from server import preflight
 
-COMMANDS = ("serve", "plan", "doctor", "calibrate", "help")
+COMMANDS = ("serve", "plan", "doctor", "calibrate", "bench", "help")
 USAGE = """\
 usage: octavo serve [MODEL] [flags]     serve a model with an OpenAI-compatible API
        octavo serve --help              all flags
@@ -17,6 +17,8 @@ usage: octavo serve [MODEL] [flags]     serve a model with an OpenAI-compatible 
        octavo doctor [MODEL] [flags]    look at this machine and try it out
        octavo calibrate [MODEL] --out FILE [flags]
                                         find scales for a smaller KV cache
+       octavo bench URL [--compare URL] [flags]
+                                        how fast a running server is
        octavo help                      this text (also octavo --help)
        octavo --version
 
@@ -26,8 +28,8 @@ python -m server [MODEL] [flags] is the same as octavo serve [MODEL] [flags].
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1 (the engine died, the doctor found something, or what was
-    planned does not fit), 2 (could not start) or 130 (Ctrl-C).
+    """Runs one command and returns its exit code: 0, 1 (the engine died, the doctor found something, what was
+    planned does not fit, or a request of the bench failed), 2 (could not start) or 130 (Ctrl-C).
 
     A command is always named: nothing is served because a word was forgotten.
     """
@@ -49,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _guarded(_doctor, arguments[1:])
     if command == "calibrate":
         return _guarded(_calibrate, arguments[1:])
+    if command == "bench":
+        return _guarded(_bench, arguments[1:])
     if command == "--version":
         return _guarded(_serve, arguments[:1])
     return _refuse(_unknown(command))
@@ -132,6 +136,14 @@ def _calibrate(arguments: list[str]) -> int:
     if refusal is not None:
         return _refuse(refusal)
     from server.calibrate import run
+
+    return run(arguments)
+
+
+@_printing()
+def _bench(arguments: list[str]) -> int:
+    """`octavo bench`. It is a client: nothing is served or loaded here."""
+    from server.bench.command import run
 
     return run(arguments)
 

@@ -1,0 +1,507 @@
+"""`octavo bench`: from the command line to the table, against a real server and against broken ones."""
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from canned import Canned, canned, models, piece, reply, streamed, usage
+from kit import MODEL, ScriptedServer, endless, eventually
+
+from server.bench.command import DESCRIPTION
+from server.bench.workloads import WARM_UP, WORKLOADS, Cutter, python_text
+from server.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMY: dict[str, Any] = {"window": 8192, "num_blocks": 16384, "max_num_seqs": 16, "max_num_batched_tokens": 4096}
+WARM_UP_TOKENS = 4 * 16
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer({"": endless}, **ROOMY) as running:
+        yield running
+        running.assert_idle()
+
+
+def url_of(server: ScriptedServer) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
+def bench(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)"""
+    code = main(["bench", *argv])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def found(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict[str, Any]:
+    """What --json - prints."""
+    ended, out, err = bench(capsys, *argv, "--json", "-")
+    assert ended == code and err == "", (ended, err)
+    return json.loads(out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    code, out, err = bench(capsys, *argv)
+    assert code == 2 and out == "" and err.startswith("octavo: ") and err.endswith(".\n") and err.count("\n") == 1, err
+    return err
+
+
+def rounds(report: dict[str, Any], name: str, server: int = 0) -> list[dict[str, Any]]:
+    return report["workloads"][name]["servers"][server]["rounds"]
+
+
+# ---------------------------------------------------------------- a server that works
+def test_every_workload_asks_for_what_it_says(server: ScriptedServer, capsys: pytest.CaptureFixture[str]):
+    report = found(capsys, url_of(server), "--rounds", "1", "--seed", "7")
+    assert report["servers"] == [{"url": url_of(server), "model": MODEL, "max_model_len": 8192}]
+    assert (report["rounds"], report["seed"], report["failed"]) == (1, 7, 0) and list(report["workloads"]) == [
+        *WORKLOADS
+    ]
+    sums = {name: rounds(report, name)[0] for name in WORKLOADS}
+    # a character of the text that is not ASCII has several tokens here, and cannot be cut
+    assert {name: one["requests"] for name, one in sums.items()} == {"W1": 8, "W2": 32, "W3": 32, "W4": 4, "turns": 30}
+    for name, tokens in {"W1": 8 * 128, "W3": 32 * 1531, "W4": 4 * 6000}.items():
+        assert tokens - 4 <= sums[name]["prompt_tokens"] <= tokens + 4
+    for name, tokens in {"W1": 8 * 128, "W3": 32 * 32, "W4": 4 * 64, "turns": 30 * 64}.items():
+        assert sums[name]["output_tokens"] == tokens
+    assert 32 * 64 < sums["W2"]["prompt_tokens"] < 32 * 512 and 32 * 32 < sums["W2"]["output_tokens"] < 32 * 128
+    counted = server.metrics()
+    tokens = sum(one["output_tokens"] for one in sums.values()) + WARM_UP_TOKENS
+    assert counted["vllm:generation_tokens_total",] == tokens
+    for one in sums.values():
+        assert one["short"] == one["failed"] == 0 and not one["counts_chunks"]
+        assert one["output_tokens_per_s"] == one["output_tokens"] / one["total_s"]
+        assert 0 < one["ttft_s"] < one["total_s"] and 0 <= one["token_s"] < one["total_s"]
+        assert one["gap_p95_s"] >= 0 and (one["ttft_p95_s"] is None) == (one["requests"] < 20)
+
+
+def test_what_the_prefix_cache_saves(server: ScriptedServer, capsys: pytest.CaptureFixture[str]):
+    """A conversation's earlier turns, answers too, are the prefix of the next; prompts of W1 have nothing in common."""
+    report = found(capsys, url_of(server), "--rounds", "2", "--workloads", "turns,W1,W3")
+    for one in rounds(report, "turns"):
+        assert 0.6 < one["cached_tokens"] / one["prompt_tokens"] < 0.8
+    for one in rounds(report, "W3"):
+        assert one["cached_tokens"] > 24 * 1500  # those that came first, eight at most, may miss
+    for one in rounds(report, "W1"):
+        assert one["cached_tokens"] < 100
+
+
+def test_the_table(server: ScriptedServer, capsys: pytest.CaptureFixture[str]):
+    code, out, err = bench(capsys, url_of(server), "--rounds", "2", "--workloads", "W2", "--seed", "3")
+    lines = out.splitlines()
+    assert code == 0 and err == ""
+    assert lines[0].endswith("2 rounds, seed 3") and lines[1] == f"{MODEL} at {url_of(server)}"
+    assert lines[3] == "W2: 32 requests, 16 at once, 64–512 tokens in, 32–128 out"
+    assert [line[2:27].rstrip() for line in lines[5:]] == [
+        "tokens in", "  of them cached", "tokens out", "output tokens/s", "total time, s", "time to first token, s",
+        "  p95", "time between tokens, ms", "  p95 of single gaps",
+    ]  # fmt: skip
+    assert all(" to " in line for line in lines[5:])
+
+
+def test_two_servers_get_the_same_prompts(server: ScriptedServer, capsys: pytest.CaptureFixture[str]):
+    with ScriptedServer({"": endless}, **ROOMY) as other:
+        report = found(
+            capsys, f"127.0.0.1:{server.port}/v1/", "--compare", url_of(other), "--rounds=2", "--workloads=W2,W1"
+        )
+        assert sorted(server.executor.prompts) == sorted(other.executor.prompts)
+        assert len(server.executor.prompts) == 4 + 2 * 40
+        code, out, _ = bench(capsys, url_of(server), "--compare", url_of(other), "--rounds=1", "--workloads=W1")
+    assert [one["url"] for one in report["servers"]] == [url_of(server), url_of(other)]
+    for name in ("W1", "W2"):
+        ratio = report["workloads"][name]["ratios"]["total_s"]
+        ours, theirs = ([one["total_s"] for one in rounds(report, name, place)] for place in (0, 1))
+        pairs = sorted(b / a for a, b in zip(ours, theirs, strict=True))
+        assert ratio == {"median": sum(pairs) / 2, "min": pairs[0], "max": pairs[1]}
+    assert code == 0 and f"A: {MODEL} at {url_of(server)}\nB: {MODEL} at {url_of(other)}\n" in out
+    assert "A ahead by" in out and re.search(r"total time, s +[0-9.]+ +[0-9.]+ +[0-9.]+×\n", out)
+
+
+def test_a_short_window_skips_with_the_numbers(capsys: pytest.CaptureFixture[str]):
+    with ScriptedServer({"": endless}, **{**ROOMY, "window": 6063}) as server:
+        report = found(capsys, url_of(server), "--workloads", "W4,W1", "--rounds", "1")
+        code, out, _ = bench(capsys, url_of(server), "--workloads", "W4", "--rounds", "1")
+    words = f"it takes 6,064 tokens, and the window of {url_of(server)} is 6,063"
+    assert report["workloads"]["W4"]["skipped"] == words and "servers" in report["workloads"]["W1"]
+    assert code == 0 and out.endswith(f"64 out\n  skipped: {words}\n")
+
+
+def test_json_in_a_file_beside_the_table(server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    out = tmp_path / "found.json"
+    code, said, _ = bench(capsys, url_of(server), "--rounds=1", "--workloads=W1", "--json", str(out))
+    assert code == 0 and "W1: 8 requests" in said
+    assert json.loads(out.read_text())["workloads"]["W1"]["servers"][0]["median"]["output_tokens"] == 1024
+
+
+def test_own_text(server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    text = tmp_path / "text"
+    text.write_text("".join(f"{number:05d}" for number in range(2_000)))
+    found(capsys, url_of(server), "--rounds", "1", "--workloads", "W1", "--text", str(text))
+    assert all(set(prompt) <= set(b"0123456789") for prompt in server.executor.prompts)
+    text.write_text("short")
+    assert "has 5 characters, and 10,000 are needed" in refusal(capsys, url_of(server), "--text", str(text))
+    text.write_bytes(b"\xff" * 20_000)
+    assert f"--text {text} is not UTF-8 text" in refusal(capsys, url_of(server), "--text", str(text))
+    assert "No such file" in refusal(capsys, url_of(server), "--text", str(tmp_path / "none"))
+    assert "--text /dev/zero is not a regular file" in refusal(capsys, url_of(server), "--text", "/dev/zero")
+
+
+def test_a_key(capsys: pytest.CaptureFixture[str]):
+    with ScriptedServer({"": endless}, **ROOMY, api_key=["secret"]) as server:
+        for key in ([], ["--api-key", "wrong"]):
+            assert "refuses the key (HTTP 401): see --api-key" in refusal(capsys, url_of(server), *key)
+        code, out, _ = bench(
+            capsys, url_of(server), "--api-key", "secret", "--rounds=1", "--workloads=turns", "--json=-"
+        )
+    assert code == 0 and "secret" not in out
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-c", "import sys, server.cli; sys.exit(server.cli.main())", "bench", *argv]
+
+
+def test_ctrl_c():
+    """While both of the warm-up's clients wait for an answer."""
+    ends = threading.Event()
+
+    def answer(path: str, body: dict[str, Any]) -> bytes:
+        if path == "/v1/completions":
+            ends.wait()
+        return models("m") if path == "/v1/models" else reply("", 404)
+
+    with canned(answer) as server:
+        process = subprocess.Popen(
+            command(server.url), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        eventually(lambda: len(server.bodies("/v1/completions")) == 2, 60)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        ends.set()
+    assert (process.returncode, out, err) == (130, "", "octavo: bench was interrupted: nothing is reported.\n")
+
+
+def test_a_bar_on_a_terminal_and_nothing_of_it_on_stdout(server: ScriptedServer):
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 80))
+    process = subprocess.Popen(
+        command(url_of(server), "--rounds=1", "--workloads=W1", "--json=-"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=end,
+    )
+    os.close(end)
+    shown = b""
+    try:
+        while chunk := os.read(terminal, 4096):
+            shown += chunk
+    except OSError:  # the other end is closed
+        pass
+    os.close(terminal)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and json.loads(out)["failed"] == 0
+    assert b"W1, round 1 of 1" in shown and b"/8 [" in shown
+
+
+# ---------------------------------------------------------------- a server that does not
+def scripted(
+    complete: Callable[[int, dict[str, Any]], bytes], listed: bytes = models("m"), chat: bytes = b""
+) -> Callable[[str, dict[str, Any]], bytes]:
+    """complete(n, body): to the completion number n, warm-up left out."""
+    done = [0]
+
+    def answer(path: str, body: dict[str, Any]) -> bytes:
+        if path == "/v1/models":
+            return listed
+        if path == "/v1/chat/completions":
+            return chat
+        if path != "/v1/completions":
+            return reply("nothing here", 404)
+        if body["max_tokens"] == WARM_UP.output_tokens[0]:
+            return whole(body)
+        done[0] += 1
+        return complete(done[0], body)
+
+    return answer
+
+
+def whole(body: dict[str, Any]) -> bytes:
+    count = body["max_tokens"]
+    pieces = [piece("x", "length" if number + 1 == count else None) for number in range(count)]
+    return streamed(*pieces, usage(len(body["prompt"]) // 5, count), "[DONE]")
+
+
+def run_w1(server: Canned, capsys: pytest.CaptureFixture[str], code: int = 1, *argv: str) -> dict[str, Any]:
+    return rounds(found(capsys, server.url, "--workloads", "W1", "--rounds", "1", *argv, code=code), "W1")[0]
+
+
+BREAKS = {
+    "refused": (reply({"error": {"message": "out of luck"}}, 500), "HTTP 500: out of luck"),
+    "plain words": (reply("bad\n gateway", 502), "HTTP 502: bad gateway"),
+    "fastapi": (reply({"detail": "no"}, 400), "HTTP 400: no"),
+    "nothing": (b"", "the server closed the connection before the answer ended"),
+    "in a chunk": (streamed(piece("x"))[:-12], "the server closed the connection before the answer ended"),
+    "between chunks": (streamed(piece("x"), ends=False), "the server closed the connection before the answer ended"),
+    "unframed": (streamed(piece("x"), framed=False), "the stream ended before the answer did"),
+    "error event": (streamed(piece("x"), {"error": {"message": "engine\ndied"}}), "engine died"),
+    "error word": (streamed({"error": "lost"}), "lost"),
+    "no JSON": (streamed("{oh"), "the stream has an event of another shape than OpenAI's: '{oh'"),
+    "list": (streamed([1]), "the stream has an event of another shape than OpenAI's: '[1]'"),
+    "shape": (
+        streamed({"choices": [3]}),
+        "the stream has an event of another shape than OpenAI's: '{\"choices\": [3]}'",
+    ),
+    "no text": (streamed(piece("", "stop"), "[DONE]"), "the answer has no text"),
+    "no HTTP": (b"220 mail\r\n\r\n", "what it answers is not HTTP"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_requests_that_fail_are_counted_and_the_first_is_shown(name: str, capsys: pytest.CaptureFixture[str]):
+    broken, words = BREAKS[name]
+    with canned(scripted(lambda n, body: broken if n in (3, 6) else whole(body))) as server:
+        one = run_w1(server, capsys)
+        assert (one["requests"], one["failed"], one["first_error"]) == (8, 2, words)
+        assert one["output_tokens"] == 6 * 128
+    with canned(scripted(lambda n, body: broken)) as server:
+        code, out, _ = bench(capsys, server.url, "--workloads", "W1", "--rounds", "2")
+        assert code == 1 and out.endswith(f"\n  16 of 16 requests failed at {server.url}, the first: {words}\n")
+
+
+def test_a_server_that_dies(capsys: pytest.CaptureFixture[str]):
+    """The rest of the requests fail too, each for itself."""
+    with ScriptedServer({"": endless}, **ROOMY) as server:
+        server.executor.fail_after[""] = 100  # more than the warm-up says
+        report = found(capsys, url_of(server), "--rounds", "1", "--workloads", "W1,turns", code=1)
+    one = rounds(report, "W1")[0]
+    assert one["failed"] == 8 and "script says" in one["first_error"] and one["output_tokens"] is None
+    assert rounds(report, "turns")[0]["failed"] == 0 and report["failed"] == 8
+
+
+def test_a_failed_turn_ends_its_conversation(capsys: pytest.CaptureFixture[str]):
+    with canned(scripted(lambda n, body: b"", chat=reply("no chats", 400))) as server:
+        report = found(capsys, server.url, "--rounds", "1", "--workloads", "turns", code=1)
+    assert (rounds(report, "turns")[0]["requests"], report["failed"]) == (6, 6)
+
+
+def test_no_usage(capsys: pytest.CaptureFixture[str]):
+    """Chunks with text are counted, and prompts cut at four characters a token."""
+    bare = streamed(piece(""), piece("a"), piece("b"), piece("c", "length"), "[DONE]")
+
+    def answer(path: str, body: dict[str, Any]) -> bytes:
+        return models("m") if path == "/v1/models" else bare if path == "/v1/completions" else reply("", 404)
+
+    with canned(answer) as server:
+        one = run_w1(server, capsys, 0)
+        assert one["prompt_tokens"] is one["cached_tokens"] is None
+        assert (one["output_tokens"], one["counts_chunks"], one["short"]) == (8 * 3, True, 8)
+        assert [len(body["prompt"]) for body in server.bodies("/v1/completions")[4:]] == [4 * 128] * 8
+        assert len(server.bodies("/tokenize")) <= 4 + 8  # not asked again once it was not there
+        code, out, _ = bench(capsys, server.url, "--workloads", "W1", "--rounds", "1")
+    assert code == 0 and "tokens in" not in out.split("\n", 4)[4]
+    assert f"  8 of 8 answers ended early at {server.url}: it did other work\n" in out
+    assert out.endswith(f"  {server.url} reports no usage: tokens out are its chunks with text\n")
+
+
+def test_without_tokenize_the_first_usage_says_how_long_a_token_is(capsys: pytest.CaptureFixture[str]):
+    with canned(scripted(lambda n, body: whole(body))) as server:
+        run_w1(server, capsys, 0)
+        lengths = [len(body["prompt"]) for body in server.bodies("/v1/completions")[4:]]
+    assert all(abs(length - 5 * 128) < 10 for length in lengths)  # `whole` counts five characters a token
+
+
+def test_the_clock_runs_while_the_server_thinks(capsys: pytest.CaptureFixture[str]):
+    """Before the first byte of the answer, and after the last of the request."""
+
+    def slow(number: int, body: dict[str, Any]) -> bytes:
+        time.sleep(0.02)
+        return whole(body)
+
+    with canned(scripted(slow)) as server:
+        one = run_w1(server, capsys, 0)
+    assert one["ttft_s"] >= 0.02 and one["total_s"] >= 8 * 0.02
+
+
+def test_chats_that_only_think(capsys: pytest.CaptureFixture[str]):
+    """The first chunk with text is the first of the reasoning, and what was thought is not sent back."""
+    thinks = [{"choices": [{"delta": delta}]} for delta in ({"role": "assistant"}, {"reasoning_content": "hm"})]
+    said = {"choices": [{"delta": {"content": "so"}, "finish_reason": "stop"}]}
+    with canned(scripted(lambda n, body: b"", chat=streamed(*thinks, said, usage(9, 2), "[DONE]"))) as server:
+        report = found(capsys, server.url, "--rounds", "1", "--workloads", "turns")
+        last = server.bodies("/v1/chat/completions")[-1]["messages"]
+    assert rounds(report, "turns")[0]["output_tokens"] == 60
+    assert [message["role"] for message in last] == ["user", "assistant"] * 4 + ["user"]
+    assert [message["content"] for message in last[1::2]] == ["so"] * 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "This model's maximum context length is 4096 tokens. However, you requested 6064 tokens.",
+        "the request exceeds the available context size, try increasing it",
+        "The input (6000 tokens) is longer than the model's context length (4096 tokens).",
+    ],
+)
+def test_a_window_that_only_the_refusal_tells(words: str, capsys: pytest.CaptureFixture[str]):
+    refused = reply({"error": {"message": words}}, 400)
+    with canned(scripted(lambda n, body: refused if len(body["prompt"]) > 9_000 else whole(body))) as server:
+        report = found(capsys, server.url, "--workloads", "W4,W1", "--rounds", "2")
+    assert report["workloads"]["W4"]["skipped"] == f"{server.url} says: HTTP 400: {words}"
+    assert rounds(report, "W1")[1]["output_tokens"] == 1024
+
+
+def test_ignore_eos(capsys: pytest.CaptureFixture[str]):
+    def picky(path: str, body: dict[str, Any]) -> bytes:
+        if "ignore_eos" in body:
+            return reply({"error": {"message": "Unknown field: ignore_eos."}}, 400)
+        return scripted(lambda n, asked: whole(asked))(path, body)
+
+    with canned(picky) as server:
+        assert "Unknown field: ignore_eos: see --no-ignore-eos." in refusal(capsys, server.url, "--workloads", "W1")
+        run_w1(server, capsys, 0, "--no-ignore-eos")
+    with canned(scripted(lambda n, body: whole(body))) as server:
+        run_w1(server, capsys, 0)
+        bodies = server.bodies("/v1/completions")
+    assert all(body["ignore_eos"] is True and body["temperature"] == 0 and body["stream"] for body in bodies)
+
+
+def test_rounds_alternate_and_so_does_who_goes_first(capsys: pytest.CaptureFixture[str]):
+    order: list[str] = []
+
+    def noted(name: str) -> Callable[[int, dict[str, Any]], bytes]:
+        def complete(number: int, body: dict[str, Any]) -> bytes:
+            order.append(name)
+            return whole(body)
+
+        return complete
+
+    with canned(scripted(noted("a"))) as one, canned(scripted(noted("b"))) as two:
+        found(capsys, one.url, "--compare", two.url, "--workloads", "W1", "--rounds", "3")
+        prompts = [[body["prompt"] for body in server.bodies("/v1/completions")] for server in (one, two)]
+    assert "".join(order[::8]) == "abbaab" and order == [name for name in order[::8] for _ in range(8)]
+    assert prompts[0][4:] == prompts[1][4:] and len({*prompts[0], *prompts[1]}) == 4 + 3 * 8  # 4: warm-up, two at once
+
+
+def test_which_model(capsys: pytest.CaptureFixture[str]):
+    with canned(scripted(lambda n, body: whole(body), models("first", "second", max_model_len=300))) as server:
+        run_w1(server, capsys, 0, "--model", "second", "--api-key", "k")
+        assert {body["model"] for body in server.bodies("/v1/completions")} == {"second"}
+        assert set(server.keys) == {"bearer k"}
+        words = refusal(capsys, server.url, "--model", "third")
+        assert words == f"octavo: {server.url} serves no model 'third', but first, second: see --model.\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (models(), "serves no model."),
+        (reply("x", 404), "has no /v1/models, so it is no OpenAI-compatible server."),
+        (reply({"error": {"message": "The model is still loading."}}, 503), "HTTP 503: The model is still loading."),
+        (reply("<html>"), "/v1/models does not answer as an OpenAI-compatible server does."),
+        (reply({"data": [1]}), "/v1/models does not answer as an OpenAI-compatible server does."),
+        (reply([]), "/v1/models does not answer as an OpenAI-compatible server does."),
+        (b"SSH-2.0-OpenSSH\r\n", "does not answer: what it answers is not HTTP."),
+        (b"", "does not answer: the server closed the connection before the answer ended."),
+    ],
+)
+def test_what_is_no_server(answer: bytes, words: str, capsys: pytest.CaptureFixture[str]):
+    with canned(lambda path, body: answer) as server:
+        said = refusal(capsys, server.url)
+    assert said.startswith(f"octavo: {server.url}") and words in said
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        expected = f"octavo: {url} does not answer: no connection: connection refused.\n"
+        assert refusal(capsys, url) == refusal(capsys, f"{url}/v1") == expected
+    assert "no connection" in refusal(capsys, "http://nobody.invalid")
+    with canned(lambda path, body: models("m")) as server:
+        assert "no connection: " in refusal(capsys, server.url.replace("http", "https"))
+
+
+def test_a_server_that_fails_from_the_start(capsys: pytest.CaptureFixture[str]):
+    with canned(lambda path, body: models("m") if path == "/v1/models" else reply("broken", 500)) as server:
+        assert refusal(capsys, server.url) == f"octavo: {server.url} fails: HTTP 500: broken.\n"
+
+
+# ---------------------------------------------------------------- flags
+def test_flags_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    url = "http://127.0.0.1:9"
+    assert "URL; see octavo bench --help" in refusal(capsys)
+    assert "there is no 'w1', but W1, W2, W3, W4, turns" in refusal(capsys, url, "--workloads", "w1")
+    assert "--rounds must be at least 1, got 0" in refusal(capsys, url, "--rounds", "0")
+    assert "--seed" in refusal(capsys, url, "--seed", "x")
+    assert "--round" in refusal(capsys, url, "--round", "1")
+    assert "names the same server" in refusal(capsys, url, "--compare", "127.0.0.1:9/v1")
+    for wrong in ("", "ftp://x", "http://", "http://x:99999", "http://[", "file:///x"):
+        assert f"{wrong!r} is not the URL of a server" in refusal(capsys, wrong)
+    for out in (tmp_path, tmp_path / "no" / "file"):
+        assert f"--json {out} cannot be written" in refusal(capsys, url, "--json", str(out))
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["http://x", "--help"]])
+def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    assert bench(capsys, *argv) == (0, DESCRIPTION, "")
+    assert max(map(len, DESCRIPTION.splitlines())) <= 80
+
+
+# ---------------------------------------------------------------- prompts
+class Words:
+    """Counts a text's words, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def __call__(self, text: str) -> int | None:
+        self.asked += 1
+        return len(text.split())
+
+
+async def prompts(seed: str, count: Any, text: str | None = None) -> list[str]:
+    cutter = Cutter(text or python_text(), count)
+    return [
+        turn.prompt
+        for name in ("W2", "turns")
+        for turns in await cutter.round(WORKLOADS[name], Random(seed))
+        for turn in turns
+    ]
+
+
+@pytest.mark.anyio
+async def test_the_seed_alone_decides_the_prompts():
+    one, same, other = await prompts("1", Words()), await prompts("1", Words()), await prompts("2", Words())
+    assert one == same and not set(one) & set(other) and len(set(one)) == len(one) == 62
+
+
+@pytest.mark.anyio
+async def test_prompts_have_the_tokens_that_were_asked_for():
+    """Also where a table stands beside what is long for its tokens: what the average says overshoots, to and fro."""
+    cutter = Cutter(("1 " * 100 + "x" * 600 + " ") * 50, words := Words())
+    for turn in [turn for turns in await cutter.round(WORKLOADS["W1"], Random(1)) for turn in turns]:
+        assert await words(turn.prompt) in (127, 128, 129)
+    [[longest], *_] = await cutter.round(WORKLOADS["W4"], Random(1))
+    assert 5_990 <= await words(longest.prompt) <= 6_010
+
+
+@pytest.mark.anyio
+async def test_prompts_begin_at_different_places_of_a_short_text():
+    cutter = Cutter("".join(map(chr, range(0x4E00, 0x4E00 + 200))), Words())
+    for _ in range(4):
+        await cutter.round(WORKLOADS["W2"], Random(1))
+    firsts = [turn.prompt[0] for turns in await cutter.round(WORKLOADS["W2"], Random(1)) for turn in turns]
+    assert len(set(firsts)) == 32
