@@ -212,11 +212,10 @@ def test_block_size(dtype, kernel, formats, static):
 
 
 @quantised
-@pytest.mark.parametrize("poison", [0x00, 0x7C, 0x7B, 0x7F, 0xFF])
-def test_whatever_is_in_slots_that_hold_nothing(dtype, kernel, formats, static, poison):
-    """As codes and as scales: nothing, infinite or NaN, huge, NaN."""
+def test_whatever_is_in_slots_that_hold_nothing(dtype, kernel, formats, static):
+    """As codes and as scales: some number, nothing, infinite or NaN, huge, NaN."""
     clean, parts = None, [(0, 17, 20), (1, 1, 3), (2, 47, 50)]
-    for byte in (0x11, poison):
+    for byte in (0x11, 0x00, 0x7C, 0x7B, 0x7F, 0xFF):
         paged = make_paged([20, 3, 50], dtype=dtype, formats=formats, static=static, poison=byte)
         out = torch.cat(paged.attend(kernel, few(kernel, parts, 2)))
         assert out.isfinite().all() and (clean is None or torch.equal(out, clean))

@@ -24,7 +24,7 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-@pytest.fixture(scope="module", params=sorted(DTYPES))
+@pytest.fixture(scope="module", params=["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def smol(request: pytest.FixtureRequest) -> Loaded:
     return Loaded.load(smollm2_gguf(), dtype_of(request.param), 2048)
 
