@@ -4,17 +4,7 @@ import pytest
 import torch
 from paged import all_kernels, goes_row_by_row, make_paged, native_kernels
 
-from kernels.threads import num_threads, set_threads
-
 LENGTHS = [700, 3, 31, 32, 33, 64, 129, 511, 512, 513, 1040]
-
-
-@pytest.fixture
-def threads():
-    """Sets the number of threads for a test."""
-    before = num_threads()
-    yield set_threads
-    set_threads(before)
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), all_kernels())

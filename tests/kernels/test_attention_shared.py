@@ -5,17 +5,8 @@ import torch
 from paged import kernels_for, make_paged, native_kernels
 
 from configs.kv import KVFormat
-from kernels.threads import num_threads, set_threads
 
 LENGTHS = [1600, 1100, 1025, 1024, 1700, 513, 512, 40, 1300, 1290]
-
-
-@pytest.fixture
-def threads():
-    """Sets the number of threads for a test."""
-    before = num_threads()
-    yield set_threads
-    set_threads(before)
 
 
 def share(paged, b, donor, tokens):
