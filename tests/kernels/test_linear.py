@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -18,7 +18,7 @@ from kernels.cpu.linear import ISAS, NativePacker, OneDnnLinear, WeightMemory, p
 from kernels.cpu.offers import KINDS
 from kernels.reference import linear as reference
 from kernels.registry import Accepted, choose
-from kernels.threads import num_threads, set_threads
+from kernels.threads import set_threads
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [(1536, 576), (64, 300), (33, 70), (2048, 64), (1, 1)]
@@ -27,11 +27,8 @@ VARIANTS = [(dtype, isa) for dtype in ISAS for isa in ISAS[dtype]]
 GATES = get_args(ops.Gate)
 
 
-@pytest.fixture(autouse=True)
-def _restored_threads() -> Iterator[None]:
-    threads = num_threads()
-    yield
-    set_threads(threads)
+pytestmark = pytest.mark.usefixtures("threads")
+"""Which puts their number back."""
 
 
 def packer(dtype: torch.dtype, isa: str) -> NativePacker:

@@ -1,6 +1,5 @@
 """Linear layers with int8 weights: rounded as said, right, and the same bits for a row whatever surrounds it."""
 
-from collections.abc import Iterator
 from typing import get_args
 
 import pytest
@@ -16,7 +15,7 @@ from kernels.cpu.offers import KINDS
 from kernels.int8_weight import LARGEST, Int8Weight
 from kernels.reference import linear as reference
 from kernels.registry import choose
-from kernels.threads import num_threads, set_threads
+from kernels.threads import set_threads
 
 CPU = torch.device("cpu")
 SHAPES = [(1536, 576), (64, 300), (33, 70), (2048, 64), (1, 1)]
@@ -25,11 +24,8 @@ VARIANTS = [(dtype, isa) for dtype in ISAS for isa in ISAS[dtype]]
 GATES = get_args(ops.Gate)
 
 
-@pytest.fixture(autouse=True)
-def _restored_threads() -> Iterator[None]:
-    threads = num_threads()
-    yield
-    set_threads(threads)
+pytestmark = pytest.mark.usefixtures("threads")
+"""Which puts their number back."""
 
 
 def packers(dtype: torch.dtype, isa: str) -> tuple[NativeInt8Packer, NativePacker]:
