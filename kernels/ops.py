@@ -154,6 +154,17 @@ def gate_mul(x: torch.Tensor, gate: Gate) -> torch.Tensor:
     return gated
 
 
+def gather_rows(table: torch.Tensor, indices: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """table: [N, H], any row stride; indices: int64 [T], each in [0, N) -> [T, H]: those rows, times `scale`.
+
+    `scale` is a number of the table's dtype; the product is rounded to it.
+    """
+    assert table.dim() == 2 and _dense(table), (table.shape, table.stride())
+    assert indices.dim() == 1 and indices.dtype == torch.int64 and indices.is_contiguous(), indices
+    rows: torch.Tensor = _serve("gather_rows", table)(table, indices, scale)
+    return rows
+
+
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Gate | None = None) -> PackedLinear:
     """weight: [N, K], bias: [N] or None, one dtype. Lays the weight out once, at load.
 

@@ -1,6 +1,7 @@
 """StepPlan to ForwardBatch: numpy gathers from the rows into a buffer that is made once (`staging`).
 
-A step's tensors are views of that buffer, or of its copy on the device: they are valid until the next `build`.
+A step's tensors are views of that buffer, or of its copy on the device: they are valid until the next `build`. Those of
+two steps with as many sequences and one token each lie at the same places, as `graphs` needs it.
 """
 
 import numpy as np
@@ -60,8 +61,8 @@ class BatchBuilder:
             ),
             query_start=staging.int32(starts_and_ends),
             seq_lens=staging.int32(seq_lens),
-            block_tables=tuple(staging.int32(table[slots, :width]) for table in rows.block_tables),
             logit_rows=staging.int64(read),
+            block_tables=tuple(staging.table(table[slots, :width], table.shape[1]) for table in rows.block_tables),
         )
         staging.send()
         return batch

@@ -84,13 +84,17 @@ class Staging:
         return self._target[start:end]
 
     def int32(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        """int32 on the device, dense and of the same shape, from integers of any shape that fit."""
+        """int32 [n] on the device, from integers [n] that fit."""
+        return self.table(values[None], len(values))[0]
+
+    def table(self, values: npt.NDArray[Any], stride: int) -> torch.Tensor:
+        """int32 [n, m] on the device, from integers that fit; rows are `stride` >= m numbers apart."""
+        rows, width = values.shape
         start = 2 * self._used
-        end = start + values.size
-        self._halves[start:end] = values if values.ndim == 1 else values.reshape(-1)
+        end = start + rows * stride
+        self._halves[start:end].reshape(rows, stride)[:, :width] = values
         self._used = _aligned(-(-end // 2))
-        packed = self._target_halves[start:end]
-        return packed if values.ndim == 1 else packed.view(values.shape)
+        return self._target_halves[start:end].view(rows, stride)[:, :width]
 
     def send(self) -> None:
         """All arrays to the device, in one copy."""

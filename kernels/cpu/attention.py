@@ -1,7 +1,7 @@
 """Paged attention on the CPU in C++; `csrc/attention.h` says how a row's result is defined. Contract: `kernels.ops`."""
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -10,6 +10,7 @@ import torch
 from configs.kv import KVFormat, KVHalf
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import KINDS, native_candidates
+from kernels.cpu.program import Entry, fresh
 from kernels.cpu.store import FORMATS, address, address_of_signs
 from kernels.ops import KVTransform, LayerPages, compute_dtype
 from kernels.registry import KVFormats
@@ -74,7 +75,7 @@ class AttentionCall(ctypes.Structure):
 class NativeAttention:
     """`paged_attention` by entries of the library."""
 
-    entries: Mapping[torch.dtype, Callable[..., int]]
+    entries: Mapping[torch.dtype, Entry]
     """By the dtype in which they multiply (`ops.compute_dtype`)."""
     _known: WeakKeyDictionary[LayerPages, tuple[AttentionHalf, AttentionHalf]] = field(
         default_factory=WeakKeyDictionary
@@ -97,7 +98,7 @@ class NativeAttention:
         kind, known = pages.kind, self._known.get(pages)
         if known is None:
             known = self._known[pages] = describe(pages)
-        out = q.new_empty(rows, heads * dims)
+        out = fresh((rows, heads * dims), q.dtype)
         call = AttentionCall(
             q.data_ptr(),
             NUMBERS[q.dtype],
@@ -120,8 +121,7 @@ class NativeAttention:
             address(sinks),
             out.data_ptr(),
         )
-        if self.entries[compute_dtype(q.dtype, kind.formats)](call):
-            raise MemoryError("no memory for the partial sums of attention")
+        self.entries[compute_dtype(q.dtype, kind.formats)](call)
         return out
 
 
@@ -146,11 +146,7 @@ def native_attention(native: NativeLibrary, ending: str) -> NativeAttention:
     """ending: "bf16_avx2", the dtype of q and out, and the instruction set of the entries."""
     kind, isa = ending.split("_")
     needed = [dtype for dtype, name in KINDS.items() if isa in ISAS[dtype] and name in (kind, KINDS[torch.float32])]
-    return NativeAttention({dtype: _entry(native, f"{KINDS[dtype]}_{isa}") for dtype in needed})
-
-
-def _entry(native: NativeLibrary, ending: str) -> Callable[..., int]:
-    return native.function(f"attention_{ending}", [ctypes.POINTER(AttentionCall)], ctypes.c_int32)
+    return NativeAttention({dtype: Entry(native, f"attention_{KINDS[dtype]}_{isa}") for dtype in needed})
 
 
 def refuses_pages(isa: str, dtype: torch.dtype, formats: KVFormats) -> str | None:

@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and gates on the CPU in C++ (`csrc/elementwise.h`). Contracts: `kernels.ops`."""
+"""Norms, rotary embedding, gates, rows of tables on the CPU in C++ (`csrc/elementwise.h`). Contracts: `kernels.ops`."""
 
 import ctypes
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import torch
 
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
+from kernels.cpu.program import Entry, fresh
 from kernels.ops import Gate
 
 ISAS = {
@@ -21,25 +22,57 @@ GATES: dict[Gate, int] = {"silu": 1, "gelu_tanh": 2}
 """As in `csrc/numbers.h`."""
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
-_NORM = (_PTR, _I64, _PTR, _I64, _PTR, _I64, ctypes.c_float, _I64, _I64, _I64, _PTR)
-_ROTARY = (_PTR, _I64, _I64, _PTR, _I64, _I64, _I64, _PTR, _PTR, _PTR, _I64, _I64)
-_GATE_MUL = (_PTR, _I64, _I64, _I64, _I64, _PTR)
+
+
+class NormCall(ctypes.Structure):
+    """Mirror of the struct in `csrc/elementwise.h`."""
+
+    _fields_ = (
+        *(("x", _PTR), ("x_stride", _I64), ("residual", _PTR), ("residual_stride", _I64)),
+        *(("weight", _PTR), ("wide_weight", _I64), ("eps", ctypes.c_float)),
+        *(("rows", _I64), ("heads", _I64), ("width", _I64), ("out", _PTR)),
+    )
+
+
+class RotaryCall(ctypes.Structure):
+    """Mirror of the struct in `csrc/elementwise.h`."""
+
+    _fields_ = (
+        *(("q", _PTR), ("q_stride", _I64), ("q_heads", _I64)),
+        *(("k", _PTR), ("k_stride", _I64), ("k_heads", _I64), ("dims", _I64)),
+        *(("positions", _PTR), ("cos", _PTR), ("sin", _PTR), ("half", _I64), ("tokens", _I64)),
+    )
+
+
+class GateMulCall(ctypes.Structure):
+    """Mirror of the struct in `csrc/elementwise.h`."""
+
+    _fields_ = (("x", _PTR), ("x_stride", _I64), ("half", _I64), ("rows", _I64), ("gate", _I64), ("out", _PTR))
+
+
+class GatherRowsCall(ctypes.Structure):
+    """Mirror of the struct in `csrc/elementwise.h`."""
+
+    _fields_ = (
+        *(("table", _PTR), ("table_stride", _I64), ("indices", _PTR), ("rows", _I64), ("width", _I64)),
+        *(("scale", ctypes.c_float), ("out", _PTR)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class NativeNorm:
     """`rms_norm`."""
 
-    entry: Callable[..., None]
+    entry: Entry
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows, heads, width = x.shape if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
-        out = x.new_empty(x.shape)
+        out = fresh(x.shape, x.dtype)
         # fmt: off
-        self.entry(
+        self.entry(NormCall(
             x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), weight.dtype is torch.float32, eps, rows, heads,
             width, out.data_ptr(),
-        )
+        ))
         # fmt: on
         return out
 
@@ -48,16 +81,16 @@ class NativeNorm:
 class NativeAddNorm:
     """`add_rms_norm`."""
 
-    entry: Callable[..., None]
+    entry: Entry
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows, width = x.shape
-        out = x.new_empty((rows, width))
+        out = fresh((rows, width), x.dtype)
         # fmt: off
-        self.entry(
+        self.entry(NormCall(
             x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(),
             weight.dtype is torch.float32, eps, rows, 1, width, out.data_ptr(),
-        )
+        ))
         # fmt: on
         return out
 
@@ -66,17 +99,17 @@ class NativeAddNorm:
 class NativeRotary:
     """`rotary`."""
 
-    entry: Callable[..., None]
+    entry: Entry
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
         tokens, q_heads, dims = q.shape
         # fmt: off
-        self.entry(
+        self.entry(RotaryCall(
             q.data_ptr(), q.stride(0), q_heads, k.data_ptr(), k.stride(0), k.shape[1], dims,
             positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], tokens,
-        )
+        ))
         # fmt: on
 
 
@@ -84,22 +117,40 @@ class NativeRotary:
 class NativeGateMul:
     """`gate_mul`."""
 
-    entry: Callable[..., None]
+    entry: Entry
 
     def __call__(self, x: torch.Tensor, gate: Gate) -> torch.Tensor:
         rows, width = x.shape
-        out = x.new_empty((rows, width // 2))
-        self.entry(x.data_ptr(), x.stride(0), width // 2, rows, GATES[gate], out.data_ptr())
+        out = fresh((rows, width // 2), x.dtype)
+        self.entry(GateMulCall(x.data_ptr(), x.stride(0), width // 2, rows, GATES[gate], out.data_ptr()))
         return out
 
 
-def _make(wrapper: Callable[..., Any], entry: str, types: tuple[Any, ...]) -> Callable[[NativeLibrary, str], Any]:
-    return lambda native, ending: wrapper(native.function(f"{entry}_{ending}", types))
+@dataclass(frozen=True, slots=True)
+class NativeGatherRows:
+    """`gather_rows`."""
+
+    entry: Entry
+
+    def __call__(self, table: torch.Tensor, indices: torch.Tensor, scale: float) -> torch.Tensor:
+        rows, width = indices.shape[0], table.shape[1]
+        out = fresh((rows, width), table.dtype)
+        # fmt: off
+        self.entry(GatherRowsCall(
+            table.data_ptr(), table.stride(0), indices.data_ptr(), rows, width, scale, out.data_ptr(),
+        ))
+        # fmt: on
+        return out
+
+
+def _make(wrapper: Callable[[Entry], Any], entry: str) -> Callable[[NativeLibrary, str], Any]:
+    return lambda native, ending: wrapper(Entry(native, f"{entry}_{ending}"))
 
 
 CANDIDATES = (
-    *native_candidates("rms_norm", "norm", ISAS, _make(NativeNorm, "norm", _NORM)),
-    *native_candidates("add_rms_norm", "norm", ISAS, _make(NativeAddNorm, "norm", _NORM)),
-    *native_candidates("rotary", "rotary", ISAS, _make(NativeRotary, "rotary", _ROTARY)),
-    *native_candidates("gate_mul", "gate_mul", ISAS, _make(NativeGateMul, "gate_mul", _GATE_MUL)),
+    *native_candidates("rms_norm", "norm", ISAS, _make(NativeNorm, "norm")),
+    *native_candidates("add_rms_norm", "norm", ISAS, _make(NativeAddNorm, "norm")),
+    *native_candidates("rotary", "rotary", ISAS, _make(NativeRotary, "rotary")),
+    *native_candidates("gate_mul", "gate_mul", ISAS, _make(NativeGateMul, "gate_mul")),
+    *native_candidates("gather_rows", "gather_rows", ISAS, _make(NativeGatherRows, "gather_rows")),
 )

@@ -45,6 +45,12 @@ class NativeLibrary:
         prototype = ctypes.CFUNCTYPE(restype, *argtypes)
         return prototype((f"octavo_{name}", self.handle))
 
+    def address(self, name: str) -> int:
+        """Of entry `octavo_NAME`."""
+        address = ctypes.cast(getattr(self.handle, f"octavo_{name}"), ctypes.c_void_p).value
+        assert address is not None, name
+        return address
+
 
 @functools.cache
 def load() -> NativeLibrary | None:

@@ -8,7 +8,6 @@ then on.
 
 import ctypes
 import mmap
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from kernels import ops
 from kernels.cpu.elementwise import GATES
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
+from kernels.cpu.program import Entry, fresh
 from kernels.int8_weight import Int8Weight
 from kernels.registry import Accepted, Candidate, Refused
 
@@ -41,6 +41,12 @@ class LinearWeight(ctypes.Structure):
         *(("units", _PTR), ("codes", _PTR), ("scales", _PTR), ("bias", _PTR)),
         *(("n", _I64), ("k", _I64), ("depth", _I64), ("gate", _I64)),
     )
+
+
+class LinearCall(ctypes.Structure):
+    """Mirror of the struct in `csrc/linear.h`."""
+
+    _fields_ = (("weight", _PTR), ("x", _PTR), ("x_stride", _I64), ("rows", _I64), ("y", _PTR))
 
 
 class WeightMemory:
@@ -69,9 +75,7 @@ class WeightMemory:
 class NativeLinear:
     """A weight laid out for one entry of the library. A `kernels.ops.PackedLinear`."""
 
-    def __init__(
-        self, entry: Callable[..., int], layout: LinearWeight, dtype: torch.dtype, *kept: torch.Tensor | None
-    ) -> None:
+    def __init__(self, entry: Entry, layout: LinearWeight, dtype: torch.dtype, *kept: torch.Tensor | None) -> None:
         """kept: what `layout` points to."""
         self.in_features: int = layout.k
         self.out_features: int = layout.n
@@ -84,9 +88,8 @@ class NativeLinear:
         """x: [T, in_features], any row stride -> [T, out_features]."""
         assert x.dtype is self.dtype and x.is_cpu, (x.dtype, self.dtype, x.device)
         rows = x.shape[0]
-        out = x.new_empty((rows, self.out_features))
-        if self._entry(self._weight, x.data_ptr(), x.stride(0), rows, out.data_ptr()):
-            raise MemoryError("no memory for the rows of a linear layer")
+        out = fresh((rows, self.out_features), x.dtype)
+        self._entry(LinearCall(self._weight, x.data_ptr(), x.stride(0), rows, out.data_ptr()))
         return out
 
 
@@ -95,7 +98,7 @@ class NativePacker:
 
     def __init__(self, native: NativeLibrary, ending: str) -> None:
         self._pack = native.function("pack_linear", (_PTR, _I64, _I64, _I64, _I64, _I64, _PTR))
-        self._entry = native.function(f"linear_{ending}", (_PTR, _PTR, _I64, _I64, _PTR), ctypes.c_int32)
+        self._entry = Entry(native, f"linear_{ending}")
         self._memory = WeightMemory()
 
     def __call__(
@@ -121,7 +124,7 @@ class NativeInt8Packer:
 
     def __init__(self, native: NativeLibrary, ending: str) -> None:
         self._pack = native.function("pack_linear_int8", (_PTR, _I64, _I64, _I64, _I64, _PTR))
-        self._entry = native.function(f"linear_{ending}", (_PTR, _PTR, _I64, _I64, _PTR), ctypes.c_int32)
+        self._entry = Entry(native, f"linear_{ending}")
         self._memory = WeightMemory()
 
     def __call__(

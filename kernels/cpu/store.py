@@ -12,6 +12,7 @@ from configs.kv import KVFormat, KVHalf
 from kernels.cpu import library
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
+from kernels.cpu.program import Entry
 from kernels.ops import LayerPages
 from kernels.reference import kv_formats
 from kernels.registry import Accepted, Candidate, Refused
@@ -59,6 +60,7 @@ class StoreRows(ctypes.Structure):
     """Mirror of the struct in `csrc/store.h`."""
 
     _fields_ = (
+        ("pages", _PTR),
         ("k", _PTR),
         ("v", _PTR),
         ("k_stride", _I64),
@@ -82,7 +84,7 @@ def address_of_signs(pages: LayerPages, half: KVHalf) -> int | None:
 class NativeStore:
     """`store_kv` by one entry of the library."""
 
-    entry: Callable[..., int]
+    entry: Entry
     _known: WeakKeyDictionary[LayerPages, StorePages] = field(default_factory=WeakKeyDictionary)
     """What C++ needs to know of pages, made once."""
 
@@ -90,11 +92,12 @@ class NativeStore:
         known = self._known.get(pages)
         if known is None:
             known = self._known[pages] = describe(pages)
-        rows = StoreRows(
-            k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), slot_mapping.data_ptr(), slot_mapping.shape[0]
-        )
-        if self.entry(known, rows):
-            raise MemoryError("no memory to quantise a head")
+        # fmt: off
+        self.entry(StoreRows(
+            ctypes.addressof(known), k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), slot_mapping.data_ptr(),
+            slot_mapping.shape[0],
+        ))
+        # fmt: on
 
 
 def describe(pages: LayerPages) -> StorePages:
@@ -127,12 +130,9 @@ class NativeCopy:
         self.entry(pool.data_ptr(), pool.shape[1], (ctypes.c_int64 * len(flat))(*flat), len(pairs))
 
 
-_STORE = [ctypes.POINTER(StorePages), ctypes.POINTER(StoreRows)]
-
-
 def native_store(native: NativeLibrary, ending: str) -> NativeStore:
     """ending: "bf16_avx2"."""
-    return NativeStore(native.function(f"store_kv_{ending}", _STORE, ctypes.c_int32))
+    return NativeStore(Entry(native, f"store_kv_{ending}"))
 
 
 def native_copy(native: NativeLibrary) -> NativeCopy:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kernels.reference.attention import paged_attention
-from kernels.reference.elementwise import add_rms_norm, gate_mul, rms_norm, rotary
+from kernels.reference.elementwise import add_rms_norm, gate_mul, gather_rows, rms_norm, rotary
 from kernels.reference.linear import pack_linear, pack_linear_int8
 from kernels.reference.pages import copy_blocks, store_kv
 from kernels.registry import Accepted, Candidate
@@ -31,6 +31,7 @@ CANDIDATES = tuple(
         add_rms_norm,
         rotary,
         gate_mul,
+        gather_rows,
         pack_linear,
         pack_linear_int8,
         store_kv,

@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and gates in plain torch. Contracts: `kernels.ops`."""
+"""Norms, rotary embedding, gates and rows of tables in plain torch. Contracts: `kernels.ops`."""
 
 import torch
 from torch.nn import functional
@@ -28,3 +28,8 @@ def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch
 def gate_mul(x: torch.Tensor, gate: Gate) -> torch.Tensor:
     gates, up = x.chunk(2, dim=-1)
     return (functional.silu(gates) if gate == "silu" else functional.gelu(gates, approximate="tanh")) * up
+
+
+def gather_rows(table: torch.Tensor, indices: torch.Tensor, scale: float) -> torch.Tensor:
+    rows = table[indices]
+    return rows if scale == 1.0 else rows * scale

@@ -105,6 +105,16 @@ def test_rotary_turns_views_of_one_buffer_in_place(dtype: torch.dtype, isa: str,
 
 
 @each_variant
+@pytest.mark.parametrize("scale", [1.0, 24.0, 0.875])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gather_rows(dtype: torch.dtype, isa: str, width: int, scale: float) -> None:
+    table, indices = normal(11, width + 3, dtype=dtype)[:, :width], torch.tensor([10, 0, 3, 3])
+    out = native("gather_rows", dtype, isa)(table, indices, scale)
+    assert torch.equal(out, reference.gather_rows(table, indices, scale))
+    assert torch.equal(out, (table[indices].float() * scale).to(dtype))
+
+
+@each_variant
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("wide_weight", [False, True])
 def test_rms_norm_of_heads_inside_a_fused_buffer(dtype: torch.dtype, isa: str, heads: int, wide_weight: bool) -> None:

@@ -21,6 +21,7 @@ from engine.model.layers.embedding import Embedding, Head
 from engine.model.layers.mlp import MLP
 from engine.model.layers.norm import RMSNorm
 from engine.model.layers.rotary import RotaryEmbedding
+from kernels import ops
 
 WEIGHTS = {
     "model.embed_tokens": ("embedding", ""),
@@ -92,7 +93,8 @@ class Model(Architecture):
             rotary = self.rotary if window is None else self.local_rotary
             x = layer(x, residual, rotary, batch, attention)
         assert x is not None
-        return self.norm.after_add(x[batch.logit_rows], residual[batch.logit_rows])
+        rows = batch.logit_rows
+        return self.norm.after_add(ops.gather_rows(x, rows), ops.gather_rows(residual, rows))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(hidden)

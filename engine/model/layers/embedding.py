@@ -1,10 +1,10 @@
 """From token ids to vectors, and from vectors to logits."""
 
 import torch
-from torch.nn import functional
 
 from engine.model.base import Loadable
 from engine.model.layers.linear import Linear
+from kernels import ops
 
 
 class Embedding(Loadable):
@@ -25,8 +25,7 @@ class Embedding(Loadable):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, size], a fresh tensor"""
-        rows = functional.embedding(input_ids, self.weight)
-        return rows if self.scale == 1.0 else rows.mul_(self.scale)
+        return ops.gather_rows(self.weight, input_ids, self.scale)
 
 
 class Head(Linear):

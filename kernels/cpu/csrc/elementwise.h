@@ -1,10 +1,53 @@
-// Norms, rotary embedding and gates, row by row: fp32 inside, one fixed order of additions, so that a row's bits depend
-// on the row only. Contracts: kernels/ops.py.
+// Norms, rotary embedding, gates and rows of tables, row by row: fp32 inside, one fixed order of additions, so that a
+// row's bits depend on the row only. Contracts: kernels/ops.py. Structs are mirrored in kernels/cpu/elementwise.py; all
+// strides are in numbers.
 
 #pragma once
 
 #include "numbers.h"
 #include "parallel.h"
+
+// x, out: [rows, heads, width], dense inside a row; residual the same with one head, or null.
+struct NormCall {
+    const void *x;
+    int64_t x_stride;
+    void *residual;
+    int64_t residual_stride;
+    const void *weight;   // [width] of x's numbers, or fp32:
+    int64_t wide_weight;
+    float eps;
+    int64_t rows, heads, width;
+    void *out;
+};
+
+// q, k: [tokens, heads, dims], dense inside a token; the first 2 half dims turn.
+struct RotaryCall {
+    void *q;
+    int64_t q_stride, q_heads;
+    void *k;
+    int64_t k_stride, k_heads, dims;
+    const int64_t *positions;
+    const float *cos, *sin;  // [positions, half]
+    int64_t half, tokens;
+};
+
+// x: [rows, 2 half] -> out: [rows, half].
+struct GateMulCall {
+    const void *x;
+    int64_t x_stride, half, rows;
+    int64_t gate;  // a Gate
+    void *out;
+};
+
+// Rows `indices` of the table, times `scale` -> out: [rows, width].
+struct GatherRowsCall {
+    const void *table;
+    int64_t table_stride;
+    const int64_t *indices;
+    int64_t rows, width;
+    float scale;
+    void *out;
+};
 
 namespace {
 
@@ -88,66 +131,75 @@ void gate_row(const typename V::Number *x, int64_t half, typename V::Number *out
     });
 }
 
-
 template <class V>
 struct Elementwise {
     using Number = typename V::Number;
 
-    // x, out: [rows, heads, width], dense inside a row; residual the same with one head, or null; weight [width] of x's
-    // numbers or (wide) fp32. All strides in numbers.
     template <class Weight>
-    static void norm(const void *x, int64_t x_stride, void *residual, int64_t residual_stride, const void *weight,
-                     float eps, int64_t rows, int64_t heads, int64_t width, void *out) {
+    static void norm(const NormCall &call) {
+        const int64_t width = call.width;
         auto row = [&](int64_t i) {
-            for (int64_t head = 0; head < heads; head++)
-                norm_row<V, Weight>(static_cast<const Number *>(x) + i * x_stride + head * width,
-                                    residual ? static_cast<Number *>(residual) + i * residual_stride : nullptr,
-                                    static_cast<const typename Weight::Number *>(weight), eps, width,
-                                    static_cast<Number *>(out) + (i * heads + head) * width);
+            for (int64_t head = 0; head < call.heads; head++)
+                norm_row<V, Weight>(static_cast<const Number *>(call.x) + i * call.x_stride + head * width,
+                                    call.residual ? static_cast<Number *>(call.residual) + i * call.residual_stride : nullptr,
+                                    static_cast<const typename Weight::Number *>(call.weight), call.eps, width,
+                                    static_cast<Number *>(call.out) + (i * call.heads + head) * width);
         };
-        for_rows(rows, heads * width, row);
+        for_rows(call.rows, call.heads * width, row);
     }
 
-    // q, k: [tokens, heads, dims], dense inside a token; the first 2 half dims turn. cos, sin: [positions, half].
-    static void rotary(void *q, int64_t q_stride, int64_t q_heads, void *k, int64_t k_stride, int64_t k_heads,
-                       int64_t dims, const int64_t *positions, const float *cos, const float *sin, int64_t half,
-                       int64_t tokens) {
+    static void rotary(const RotaryCall &call) {
+        const int64_t dims = call.dims, half = call.half;
         auto row = [&](int64_t i) {
-            const float *c = cos + positions[i] * half, *s = sin + positions[i] * half;
-            Number *q_row = static_cast<Number *>(q) + i * q_stride, *k_row = static_cast<Number *>(k) + i * k_stride;
-            for (int64_t head = 0; head < q_heads; head++) rotate_head<V>(q_row + head * dims, c, s, half);
-            for (int64_t head = 0; head < k_heads; head++) rotate_head<V>(k_row + head * dims, c, s, half);
+            const float *c = call.cos + call.positions[i] * half, *s = call.sin + call.positions[i] * half;
+            Number *q = static_cast<Number *>(call.q) + i * call.q_stride, *k = static_cast<Number *>(call.k) + i * call.k_stride;
+            for (int64_t head = 0; head < call.q_heads; head++) rotate_head<V>(q + head * dims, c, s, half);
+            for (int64_t head = 0; head < call.k_heads; head++) rotate_head<V>(k + head * dims, c, s, half);
         };
-        for_rows(tokens, (q_heads + k_heads) * dims, row);
+        for_rows(call.tokens, (call.q_heads + call.k_heads) * dims, row);
     }
 
-    // x: [rows, 2 half] -> out: [rows, half].
-    static void gate(const void *x, int64_t x_stride, int64_t half, int64_t rows, Gate gate, void *out) {
+    static void gate_mul(const GateMulCall &call) {
         const auto with = [&](auto gate_one) {
             auto row = [&](int64_t i) {
-                gate_one(static_cast<const Number *>(x) + i * x_stride, half, static_cast<Number *>(out) + i * half);
+                gate_one(static_cast<const Number *>(call.x) + i * call.x_stride, call.half,
+                         static_cast<Number *>(call.out) + i * call.half);
             };
-            for_rows(rows, 4 * half, row);
+            for_rows(call.rows, 4 * call.half, row);
         };
-        gate == Gate::SILU ? with(gate_row<V, Gate::SILU>) : with(gate_row<V, Gate::GELU_TANH>);
+        call.gate == static_cast<int64_t>(Gate::SILU) ? with(gate_row<V, Gate::SILU>) : with(gate_row<V, Gate::GELU_TANH>);
+    }
+
+    static void gather_rows(const GatherRowsCall &call) {
+        const Vec scale = splat(call.scale);
+        auto row = [&](int64_t i) {
+            const Number *from = static_cast<const Number *>(call.table) + call.indices[i] * call.table_stride;
+            Number *to = static_cast<Number *>(call.out) + i * call.width;
+            if (call.scale == 1.0f) memcpy(to, from, call.width * sizeof(Number));
+            else for_vectors(call.width, [&](int64_t j, int count) {
+                store_part<V>(to + j, mul(load_part<V>(from + j, count), scale), count);
+            });
+        };
+        for_rows(call.rows, call.width, row);
     }
 };
 
 }  // namespace
 
-#define ELEMENTWISE_ENTRIES(format, isa, V)                                                                       \
-    extern "C" void octavo_norm_##format##_##isa(                                                                 \
-        const void *x, int64_t x_stride, void *residual, int64_t residual_stride, const void *weight,             \
-        int64_t wide_weight, float eps, int64_t rows, int64_t heads, int64_t width, void *out) {                  \
-        const auto norm = wide_weight ? Elementwise<V>::norm<Fp32Numbers> : Elementwise<V>::norm<V>;              \
-        norm(x, x_stride, residual, residual_stride, weight, eps, rows, heads, width, out);                       \
-    }                                                                                                             \
-    extern "C" void octavo_rotary_##format##_##isa(                                                               \
-        void *q, int64_t q_stride, int64_t q_heads, void *k, int64_t k_stride, int64_t k_heads, int64_t dims,     \
-        const int64_t *positions, const float *cos, const float *sin, int64_t half, int64_t tokens) {             \
-        Elementwise<V>::rotary(q, q_stride, q_heads, k, k_stride, k_heads, dims, positions, cos, sin, half, tokens); \
-    }                                                                                                             \
-    extern "C" void octavo_gate_mul_##format##_##isa(const void *x, int64_t x_stride, int64_t half, int64_t rows, \
-                                                     int64_t gate, void *out) {                                   \
-        Elementwise<V>::gate(x, x_stride, half, rows, static_cast<Gate>(gate), out);                              \
+#define ELEMENTWISE_ENTRIES(format, isa, V)                                                              \
+    extern "C" int32_t octavo_norm_##format##_##isa(const NormCall *call) {                              \
+        call->wide_weight ? Elementwise<V>::norm<Fp32Numbers>(*call) : Elementwise<V>::norm<V>(*call);   \
+        return 0;                                                                                        \
+    }                                                                                                    \
+    extern "C" int32_t octavo_rotary_##format##_##isa(const RotaryCall *call) {                          \
+        Elementwise<V>::rotary(*call);                                                                   \
+        return 0;                                                                                        \
+    }                                                                                                    \
+    extern "C" int32_t octavo_gate_mul_##format##_##isa(const GateMulCall *call) {                       \
+        Elementwise<V>::gate_mul(*call);                                                                 \
+        return 0;                                                                                        \
+    }                                                                                                    \
+    extern "C" int32_t octavo_gather_rows_##format##_##isa(const GatherRowsCall *call) {                 \
+        Elementwise<V>::gather_rows(*call);                                                              \
+        return 0;                                                                                        \
     }

@@ -33,6 +33,15 @@ struct LinearWeight {
     bool gated() const { return gate != 0; }
 };
 
+// y = x W^T + b of `rows` rows of x, `x_stride` numbers apart; y is dense. Entries return 1 where there is no memory.
+// Mirrored in kernels/cpu/linear.py.
+struct LinearCall {
+    const LinearWeight *weight;
+    const void *x;
+    int64_t x_stride, rows;
+    void *y;
+};
+
 namespace {
 
 constexpr int BLOCK = 32, HALF = BLOCK / 2;  // columns of a block of the weight

@@ -284,15 +284,15 @@ class Multiplier {
 
 }  // namespace
 
-// y = x W^T + b of `rows` rows of x, `x_stride` numbers apart; y is dense. Not 0: no memory.
-extern "C" int32_t octavo_linear_bf16_amx(const LinearWeight *w, const void *x, int64_t x_stride, int64_t rows, void *y) {
-    const int threads = useful_threads(*w, rows);
+extern "C" int32_t octavo_linear_bf16_amx(const LinearCall *call) {
+    const LinearWeight &w = *call->weight;
+    const int threads = useful_threads(w, call->rows);
     bool failed = false;
     auto body = [&](int thread) {
-        const Share share = share_of(thread, threads, rows, blocks_of(*w), PANEL);
-        Multiplier multiplier(*w);
-        if (!multiplier.multiply_share(static_cast<const uint16_t *>(x), x_stride, static_cast<uint16_t *>(y), share))
-            failed = true;
+        const Share share = share_of(thread, threads, call->rows, blocks_of(w), PANEL);
+        Multiplier multiplier(w);
+        const auto *x = static_cast<const uint16_t *>(call->x);
+        if (!multiplier.multiply_share(x, call->x_stride, static_cast<uint16_t *>(call->y), share)) failed = true;
     };
     on_threads(threads, body);
     return failed;

@@ -171,12 +171,14 @@ bool multiply_share(const LinearWeight &w, const Number *x, int64_t x_stride, Nu
 }
 
 template <class F, class Numbers, class Number = typename F::Number>
-int32_t linear(const LinearWeight &w, const Number *x, int64_t x_stride, int64_t rows, Number *y) {
-    const int threads = useful_threads(w, rows);
+int32_t linear(const LinearCall &call) {
+    const LinearWeight &w = *call.weight;
+    const int threads = useful_threads(w, call.rows);
     bool failed = false;
     auto body = [&](int thread) {
-        const Share share = share_of(thread, threads, rows, blocks_of(w), MOST_ROWS);
-        if (!multiply_share<F, Numbers>(w, x, x_stride, y, share)) failed = true;
+        const Share share = share_of(thread, threads, call.rows, blocks_of(w), MOST_ROWS);
+        const auto *x = static_cast<const Number *>(call.x);
+        if (!multiply_share<F, Numbers>(w, x, call.x_stride, static_cast<Number *>(call.y), share)) failed = true;
     };
     on_threads(threads, body);
     return failed;
@@ -184,9 +186,5 @@ int32_t linear(const LinearWeight &w, const Number *x, int64_t x_stride, int64_t
 
 }  // namespace
 
-// y = x W^T + b of `rows` rows of x, `x_stride` numbers apart; y is dense. Not 0: no memory.
-#define LINEAR_ENTRY(name, F, Numbers)                                                                           \
-    extern "C" int32_t name(const LinearWeight *w, const Numbers::Number *x, int64_t x_stride, int64_t rows,     \
-                            Numbers::Number *y) {                                                                \
-        return linear<F, Numbers>(*w, x, x_stride, rows, y);                                                     \
-    }
+#define LINEAR_ENTRY(name, F, Numbers) \
+    extern "C" int32_t name(const LinearCall *call) { return linear<F, Numbers>(*call); }

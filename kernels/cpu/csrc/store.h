@@ -30,6 +30,7 @@ struct StorePages {
 
 // K and V of new tokens.
 struct StoreRows {
+    const StorePages *pages;  // where to
     const void *k, *v;  // [tokens, kv_heads, head_dim], dense inside a row
     int64_t k_stride, v_stride;  // numbers between rows
     const int64_t *slots;  // [tokens]; negative: skip
@@ -323,10 +324,10 @@ int32_t store_kv(const StorePages &pages, const StoreRows &rows) {
 
 }  // namespace
 
-#define STORE_ENTRIES(ISA)                                                                              \
-    extern "C" int32_t octavo_store_kv_fp32_##ISA(const StorePages *pages, const StoreRows *rows) {     \
-        return store_kv<float>(*pages, *rows);                                                          \
-    }                                                                                                   \
-    extern "C" int32_t octavo_store_kv_bf16_##ISA(const StorePages *pages, const StoreRows *rows) {     \
-        return store_kv<Bf16Bits>(*pages, *rows);                                                       \
+#define STORE_ENTRIES(ISA)                                                     \
+    extern "C" int32_t octavo_store_kv_fp32_##ISA(const StoreRows *rows) {     \
+        return store_kv<float>(*rows->pages, *rows);                           \
+    }                                                                          \
+    extern "C" int32_t octavo_store_kv_bf16_##ISA(const StoreRows *rows) {     \
+        return store_kv<Bf16Bits>(*rows->pages, *rows);                        \
     }

@@ -1,0 +1,168 @@
+"""Recorded decode steps: the bits of the model's own, also when rows come and go; other steps run as they are."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from engines import Loaded
+
+from configs.kv import KVLayout
+from configs.limits import SchedulerLimits
+from engine.messages import NewRow, StepPlan
+from engine.model.base import CausalLM
+from engine.model.interface import AttentionBackend, ForwardBatch
+from engine.runner.graphs import MOST_ROWS, DecodeGraphs
+from engine.runner.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
+from kernels.cpu import library
+
+WINDOW, BLOCKS = 96, 6  # pages of each sequence
+
+
+class Counted(CausalLM):
+    """Counts how often the model itself is asked."""
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        self.model, self.calls = model, 0
+
+    def hidden(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        self.calls += 1
+        return self.model.hidden(batch, attention)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(hidden)
+
+
+class Scaled(Counted):
+    """Does something in torch."""
+
+    def hidden(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        return super().hidden(batch, attention) * 2
+
+
+class World:
+    """Sequences of random lengths in a runner, each with pages of its own."""
+
+    def __init__(self, loaded: Loaded, sequences: int, wrap: type[Counted] = Counted) -> None:
+        self.model = wrap(loaded.model)
+        layout = KVLayout.of(loaded.kv_layers, 16)
+        pages = [sequences * BLOCKS] * len(layout.groups)
+        limits = SchedulerLimits(sequences, 1024, WINDOW)
+        self.runner = ModelRunner(self.model, loaded.config, layout, pages, limits, transforms=loaded.transforms)
+        rng = random.Random(sequences)
+        for slot in range(sequences):
+            length = rng.randrange(1, 40)
+            row = NewRow(
+                slot=slot,
+                request_id=str(slot),
+                token_ids=rng.choices(range(256), k=length),
+                num_prompt_tokens=length,
+                params=SamplingParams(),
+                index=0,
+                block_ids=[list(range(slot * BLOCKS, (slot + 1) * BLOCKS))] * len(pages),
+                num_computed=0,
+            )
+            self.runner.apply(plan([], new=[row]))
+            self.runner.forward(plan([slot], length))
+        self.model.calls = 0
+
+    def decode(self, slots: list[int], token: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of one step: of the runner, and of the model asked directly."""
+        runner = self.runner
+        runner.rows.append_tokens(np.array(slots), np.array([(token + slot) % 256 for slot in slots]))
+        step = plan(slots, 1)
+        batch = runner._builder.build(step)
+        with torch.inference_mode():
+            expected = self.model.model.hidden(batch, runner.attention)
+        found = runner.forward(step)
+        assert found is not None
+        return found, expected
+
+
+def plan(slots: list[int], tokens: int = 1, new: list[NewRow] | None = None) -> StepPlan:
+    return StepPlan(
+        step=0,
+        slots=slots,
+        num_tokens=[tokens] * len(slots),
+        samples=[True] * len(slots),
+        new_rows=new or [],
+        new_blocks=[],
+        copies=[],
+        transfers=[],
+        freed_slots=[],
+    )
+
+
+@pytest.fixture(autouse=True)
+def _library() -> None:
+    if library.load() is None:
+        pytest.skip(f"no native library: {library.refusal()}")
+
+
+def tiny(folder: Path, name: str = "gqa", dtype: torch.dtype = torch.bfloat16, **kv: object) -> Loaded:
+    path = tiny_models.build(folder, tiny_models.VARIANTS[name])
+    loaded = Loaded.load(path, dtype, WINDOW)
+    return Loaded(loaded.model, loaded.config, dtype, WINDOW, kv=kv)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gqa", "attention-bias", "mistral-window", "qwen2", "qwen3", "phi3", "gemma3"])
+def test_a_recorded_step_gives_the_models_bits(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    world = World(tiny(tmp_path, name, dtype), 5)
+    batches = [[0, 1, 2], [3], [4, 0, 2], [1, 0, 2, 4, 3], [2], [2, 3, 4], [0, 1, 2, 3, 4], [0]]
+    for token, slots in enumerate(batches):
+        found, expected = world.decode(slots, 7 * token)
+        assert torch.equal(found, expected), slots
+    assert world.model.calls == 3  # the first steps of 3, 1 and 5 rows
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "fp8_e5m2"])
+def test_formats_of_the_cache(tmp_path: Path, format: str) -> None:
+    world = World(tiny(tmp_path, "head-dim", kv_cache_dtype=format), 3)
+    for token in range(20):  # over a page's end
+        found, expected = world.decode([0, 1, 2], token)
+        assert torch.equal(found, expected)
+    assert world.model.calls == 1
+
+
+def test_torch_code_is_run_each_time(tmp_path: Path) -> None:
+    world = World(tiny(tmp_path), 2, Scaled)
+    for token in range(3):
+        found, expected = world.decode([0, 1], token)
+        assert torch.equal(found, expected * 2)
+    assert world.model.calls == 4  # the first one was tried twice
+
+
+def test_other_steps_are_run_each_time(tmp_path: Path) -> None:
+    world = World(tiny(tmp_path), 2)
+    runner = world.runner
+    silent = plan([0, 1])
+    silent.samples[0] = False
+    for _ in range(2):
+        runner.rows.append_tokens(np.array([0, 1]), np.array([5, 6]))
+        assert runner.forward(silent) is not None
+    assert world.model.calls == 2
+
+
+def test_large_steps_are_run_each_time(tmp_path: Path) -> None:
+    world = World(tiny(tmp_path), MOST_ROWS + 1)
+    slots = list(range(MOST_ROWS + 1))
+    for chosen in (slots, slots, slots[1:], slots[1:]):
+        found, expected = world.decode(chosen, 3)
+        assert torch.equal(found, expected)
+    assert world.model.calls == 3
+
+
+def test_a_batch_that_lies_elsewhere_is_noticed(tmp_path: Path) -> None:
+    world = World(tiny(tmp_path), 2)
+    graphs = DecodeGraphs(world.model, world.runner.attention)
+    batch = world.runner._builder.build(plan([0]))
+    with torch.inference_mode():
+        graphs.hidden(batch)
+        batch.positions = batch.positions.clone()
+        with pytest.raises(AssertionError, match="elsewhere"):
+            graphs.hidden(batch)
