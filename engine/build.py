@@ -63,7 +63,7 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
             device.place,
             settings.quantization,
         )
-    device.trim()
+    device.settle()
     report(EngineLoading("warming up", 1.0))
     with device.enough_memory("a step"):
         texts = launch.tried_token_ids, launch.fit_token_ids

@@ -7,6 +7,7 @@
 On a GPU logits come to the CPU to be sampled, so threads matter there too.
 """
 
+import ctypes
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,10 @@ DTYPES: dict[DType, torch.dtype] = {
 FAST_FLOAT16 = (7, 0)
 """The compute capability from which on products of float16 numbers have units of their own (Volta)."""
 CGROUP = Path("/sys/fs/cgroup")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of `mallopt`, as in glibc's malloc.h."""
+LARGEST_MMAP_THRESHOLD = 32 << 20
+"""Bytes; glibc takes no larger one."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +142,17 @@ class Device:
         else:
             set_threads(self.threads)
 
-    def trim(self) -> None:
-        """Gives back what loading left in torch's cache of GPU memory, in pieces that a large pool could not use."""
+    def settle(self) -> None:
+        """When all is loaded. A GPU gets back what that left in torch's cache: pieces that a large pool could not use.
+
+        On a CPU the C library will keep what a step's tensors give up, for the next step: it would hand large pieces
+        back to the system, and each 4 KiB of the next tensor would cost a page fault.
+        """
         if self.is_gpu:
             torch.cuda.empty_cache()
+        elif hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc
+            libc.mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
+            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
     @contextmanager
     def enough_memory(self, doing: str) -> Iterator[None]:

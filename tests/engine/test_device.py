@@ -1,6 +1,9 @@
 """Which device serves, in which number format, and what a machine or its container lets the engine take. What torch
 would say of a GPU is given by hand; nothing here pretends to compute on one."""
 
+import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -165,3 +168,32 @@ def test_memory_is_what_the_container_has_left(cgroup: Path):
     assert available_memory() == 0
     (cgroup / "memory.max").write_text("max\n")
     assert available_memory() > 1 << 20
+
+
+# ------------------------------------------------------------------ memory of steps
+FAULTS = """
+import resource, sys, torch
+from configs.settings import Settings
+from engine.device import Device
+
+if sys.argv[1] == "settled":
+    Device.find(Settings(device="cpu", num_threads=1)).settle()
+
+def step():
+    kept = [torch.ones(2 << 20) for _ in range(6)]  # 8 MiB each
+
+step(), step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library than glibc")
+def test_memory_of_a_step_is_kept_for_the_next() -> None:
+    def faults(how: str) -> int:
+        run = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True)
+        return int(run.stdout)
+
+    assert faults("settled") < 50 < 1000 < faults("as ever")

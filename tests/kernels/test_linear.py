@@ -1,5 +1,7 @@
 """Packed linear layers: right, and the same bits for a row whatever surrounds it."""
 
+import ctypes
+import mmap
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,6 +136,27 @@ def test_padding_is_never_multiplied(dtype: torch.dtype, isa: str, rows: int) ->
     x.copy_(torch.randn(rows, 33))
     packed = packer(dtype, isa)(torch.randn(9, 33).to(dtype))
     assert packed(x).isfinite().all()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mprotect"), reason="no pages can be forbidden here")
+@pytest.mark.parametrize(("dtype", "isa"), VARIANTS, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 17, 32, 33, 514, 530])
+def test_nothing_behind_the_last_row_is_read(dtype: torch.dtype, isa: str, rows: int) -> None:
+    """The page behind it is forbidden: reading it ends the process."""
+    k, page = 96, mmap.PAGESIZE
+    size = -(-rows * k * dtype.itemsize // page) * page
+    memory = mmap.mmap(-1, size + page)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = size - rows * k * dtype.itemsize
+    x = whole[start:size].view(dtype).view(rows, k).normal_(generator=torch.Generator().manual_seed(0))
+    weight = torch.ones(32, k, dtype=dtype)
+    packed, mprotect = packer(dtype, isa)(weight), ctypes.CDLL(None).mprotect
+    mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    assert mprotect(whole.data_ptr() + size, page, 0) == 0
+    try:
+        assert_close(packed(x), x, weight, None)
+    finally:
+        mprotect(whole.data_ptr() + size, page, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 @pytest.mark.parametrize("dtype", list(ISAS))

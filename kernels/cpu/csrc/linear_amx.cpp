@@ -162,17 +162,25 @@ class CodeReader {
     void step() { widen(units_a_step); }
 };
 
-// Takes in `steps` steps. a: A tiles of the upper half, `half` bytes before those of the lower one; b: units of the
-// block. Meanwhile, each step, `weight` makes ready what comes next and `written` rows of `pending` are written.
+// Where the A tiles of a panel lie: as rows of x, or packed.
+struct PanelTiles {
+    const char *first;      // of the upper half
+    int64_t half;           // bytes from there to the lower half
+    int64_t step, stride;   // bytes from step to step, and from row to row
+};
+
+// Takes in `steps` steps. b: units of the block. Meanwhile, each step, `weight` makes ready what comes next and
+// `written` rows of `pending` are written.
 template <bool BOTH, class Reader>
-void multiply(const char *a, int64_t half, const uint32_t *b, int64_t steps, Reader &weight, Pending &pending,
-              int64_t written) {
-    for (int64_t step = 0; step < steps; step++, a += TILE_BYTES, b += UNITS * BLOCK) {
-        load_tile<A0>(a, 64);
+void multiply(const PanelTiles &tiles, int64_t first, const uint32_t *b, int64_t steps, Reader &weight,
+              Pending &pending, int64_t written) {
+    const char *a = tiles.first + first * tiles.step;
+    for (int64_t step = 0; step < steps; step++, a += tiles.step, b += UNITS * BLOCK) {
+        load_tile<A0>(a, tiles.stride);
         load_tile<B0>(b, BLOCK * 4);
         dot_bf16_tiles<C00, A0, B0>();
         if constexpr (BOTH) {
-            load_tile<A1>(a + half, 64);
+            load_tile<A1>(a + tiles.half, tiles.stride);
             dot_bf16_tiles<C10, A1, B0>();
         }
         load_tile<B1>(b + ROWS, BLOCK * 4);
@@ -209,19 +217,38 @@ class Multiplier {
     const LinearWeight &w;
     const int64_t steps;         // of a block
     const int64_t super_panels;  // packed together: as many as leave room in the second cache
-    char *packed;                // A tiles of the rows at hand
+    const char *plain;           // the rows at hand where they lie,
+    int64_t row_bytes;           // and bytes from one to the next
+    int64_t tile_rows;           // of the registers, both halves
+    char *packed;                // A tiles of those that are not multiplied where they lie
     Sums *sums;                  // of two blocks and each panel
     char *scratch;               // of the reader
     Pending pending = {};
 
     // Steps [first, end) of one of many panels, or of a panel that stays in the tiles, and one block.
     template <bool BOTH, class Reader>
-    void run(const char *a, const uint32_t *b, int64_t first, int64_t end, bool stays, Reader &weight, Sums &own) {
+    void run(const PanelTiles &tiles, const uint32_t *b, int64_t first, int64_t end, bool stays, Reader &weight,
+             Sums &own) {
         if (first == 0) zero_sums<BOTH>();
         else if (!stays) load_sums<BOTH>(own);
-        multiply<BOTH>(a + first * TILE_BYTES, steps * TILE_BYTES, b, end - first, weight, pending,
-                       divide_up(PANEL, steps));
+        multiply<BOTH>(tiles, first, b, end - first, weight, pending, divide_up(PANEL, steps));
         if (!stays || end == steps) store_sums<BOTH>(own);
+    }
+
+    // A panel is multiplied where it lies if it is whole tiles of as many rows as the registers have. (Rows a multiple
+    // of 4096 bytes apart would fight for the same places of the cache.)
+    bool in_place(int64_t there) const { return w.k % STEP == 0 && row_bytes % 4096 && there == tile_rows; }
+    PanelTiles tiles_of(int64_t panel, int64_t there) const {
+        if (in_place(there)) return {plain + panel * PANEL * row_bytes, ROWS * row_bytes, STEP * 2, row_bytes};
+        return {packed + 2 * panel * steps * TILE_BYTES, steps * TILE_BYTES, TILE_BYTES, 64};
+    }
+
+    void place_rows(const uint16_t *x, int64_t x_stride, int64_t rows) {
+        plain = reinterpret_cast<const char *>(x), row_bytes = x_stride * 2;
+        for (int64_t p = 0; p < divide_up(rows, PANEL); p++, x += PANEL * x_stride) {
+            const int64_t there = smaller(PANEL, rows - p * PANEL);
+            if (!in_place(there)) pack_rows(x, x_stride, there, w.k, packed + 2 * p * steps * TILE_BYTES);
+        }
     }
 
     // All panels pass by a chunk of the block, which stays in the first cache, before the next chunk comes.
@@ -232,9 +259,10 @@ class Multiplier {
             const int64_t end = smaller(first + weight.chunk_steps, steps);
             const uint32_t *b = weight.chunk(block, first, end);
             for (int64_t p = 0; p < panels; p++) {
-                const char *a = packed + 2 * p * steps * TILE_BYTES;
-                if (rows - p * PANEL > ROWS) run<true>(a, b, first, end, panels == 1, weight, own[p]);
-                else run<false>(a, b, first, end, panels == 1, weight, own[p]);
+                const int64_t there = smaller(PANEL, rows - p * PANEL);
+                const PanelTiles tiles = tiles_of(p, there);
+                if (there > ROWS) run<true>(tiles, b, first, end, panels == 1, weight, own[p]);
+                else run<false>(tiles, b, first, end, panels == 1, weight, own[p]);
             }
         }
     }
@@ -269,10 +297,11 @@ class Multiplier {
         sums = reinterpret_cast<Sums *>(room);
         scratch = room + sums_bytes;
         packed = scratch + scratch_bytes;
-        configure(static_cast<int>(smaller(ROWS, all)), all > ROWS ? static_cast<int>(smaller(ROWS, all - ROWS)) : 1);
+        tile_rows = smaller(PANEL, all);
+        configure(static_cast<int>(smaller(ROWS, all)), all > ROWS ? static_cast<int>(tile_rows - ROWS) : 1);
         for (int64_t row = share.first_row; row < share.end_row; row += super_panels * PANEL) {
             const int64_t rows = smaller(super_panels * PANEL, share.end_row - row);
-            pack_rows(x + row * x_stride, x_stride, rows, w.k, packed);
+            place_rows(x + row * x_stride, x_stride, rows);
             if (w.codes) all_blocks<CodeReader>(share, rows, y + row * w.n);
             else if (rows <= PANEL) all_blocks<UnitReader<true>>(share, rows, y + row * w.n);
             else all_blocks<UnitReader<false>>(share, rows, y + row * w.n);
