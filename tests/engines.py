@@ -48,6 +48,8 @@ class Loaded:
     device: torch.device = CPU
     kv: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the KV cache's formats and refreshes."""
+    fits: list[KeyFit] = field(default_factory=list)
+    """The one of all formats, once it is asked for: `replace` hands it on."""
 
     @property
     def refresh_interval(self) -> int | None:
@@ -60,9 +62,11 @@ class Loaded:
     @cached_property
     def transforms(self) -> list[KVTransforms]:
         """Keys fitted to random tokens; of the file of scales, if there is one, what is static."""
-        plain = self.config.kv_layers(PLAIN[DTYPES[self.dtype]])
-        token_ids = torch.randint(self.config.vocab_size, (128,), generator=torch.Generator().manual_seed(0)).tolist()
-        fitted = KeyFit.of(self.model, plain, token_ids, self.window, self.device).transforms(self.kv_layers)
+        if not self.fits:
+            plain = self.config.kv_layers(PLAIN[DTYPES[self.dtype]])
+            tokens = torch.randint(self.config.vocab_size, (128,), generator=torch.Generator().manual_seed(0)).tolist()
+            self.fits.append(KeyFit.of(self.model, plain, tokens, self.window, self.device))
+        fitted = self.fits[0].transforms(self.kv_layers)
         path = self.kv.get("kv_cache_scales")
         if path is None:
             return fitted

@@ -236,6 +236,8 @@ class ScriptedServer:
         self._broken: BaseException | None = None
         self.exit_code: int | None = None
         """The engine's, once it has ended."""
+        self.engine_ahead = 0.0
+        """Seconds by which the engine's clock, which decides who has waited too long, is ahead of the client's."""
 
     # ------------------------------------------------------------------ life
     def __enter__(self) -> "ScriptedServer":
@@ -283,7 +285,9 @@ class ScriptedServer:
         )
         scheduler = Scheduler(limits, kv, {EOS, IM_END})
         cache = CacheInfo(blocks, settings.block_size, 4096, 1024, "fp32", window, settings.enable_prefix_caching)
-        core = EngineCore(scheduler, self.executor, NoGrammar(), cache)
+        core = EngineCore(
+            scheduler, self.executor, NoGrammar(), cache, clock=lambda: time.monotonic() + self.engine_ahead
+        )
         return core, EngineReady(cache, {"model": MODEL, "dtype": "none"}, self.tokenizer.vocab_size)
 
     async def _serve(self) -> None:

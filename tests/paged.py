@@ -1,7 +1,10 @@
 """Sequences in a poisoned KV pool, what its bytes mean, and attention over them computed the plain way."""
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ from kernels.cpu import library
 from kernels.cpu.offers import KINDS
 from kernels.ops import KVTransform, LayerPages
 from kernels.reference import kv_formats
+
+once_for_all_kernels = functools.lru_cache(maxsize=4)
+"""For what tests of one kernel after the other compare with: slow to compute, and not to be changed."""
 
 FORMATS = {torch.float32: KVFormat.FP32, torch.bfloat16: KVFormat.BF16, torch.float16: KVFormat.FP16}
 
@@ -94,11 +100,15 @@ class Paged:
 
     def store(self, b, k=None, v=None, layer=1):
         """Writes K and V of sequence b, its own unless given."""
-        tokens = torch.arange(self.lengths[b])
-        slots = self.tables[b].long()[tokens // self.spec.block_size] * self.spec.block_size
-        slots += tokens % self.spec.block_size
         k, v = self.k[b] if k is None else k, self.v[b] if v is None else v
-        reference.store_kv(k, v, self.pages(layer), slots)
+        reference.store_kv(k, v, self.pages(layer), self.slots(b))
+
+    def slots(self, b):
+        """Of the tokens of sequence b, int64 [length]"""
+        tokens = torch.arange(self.lengths[b])
+        return self.tables[b].long()[tokens // self.spec.block_size] * self.spec.block_size + (
+            tokens % self.spec.block_size
+        )
 
 
 def meaning(pages, which, blocks):
@@ -167,8 +177,16 @@ def rotation(dims):
     return blocks * kv_formats.signs(dims, torch.device("cpu")).double()
 
 
-def make_paged(
-    lengths,
+def make_paged(lengths: Sequence[int], **options: Any) -> Paged:
+    """A copy of what `_made` makes, which tests may change: several ask for the same."""
+    made = _made(tuple(lengths), **options)
+    tensors = {name: [x.clone() for x in getattr(made, name)] for name in "qkv"}
+    return replace(made, pool=made.pool.clone(), tables=made.tables.clone(), lengths=list(lengths), **tensors)
+
+
+@functools.lru_cache(maxsize=64)
+def _made(
+    lengths: tuple[int, ...],
     *,
     group=3,
     kv_heads=2,
@@ -201,8 +219,8 @@ def make_paged(
     q = [random(length, kv_heads * group) for length in lengths]
     k, v = ([random(length, kv_heads) for length in lengths] for _ in range(2))
     paged = Paged(spec, pool, list(lengths), tables, q, k, v, random_transforms(kind, generator, centred))
-    for b in range(len(lengths)):
-        paged.store(b)
+    slots = torch.cat([paged.slots(b) for b in range(len(lengths))])
+    reference.store_kv(torch.cat(k), torch.cat(v), paged.pages(), slots)
     return paged
 
 
@@ -211,15 +229,16 @@ def plain_attention(q, k, v, scale, window=None, softcap=None, sinks=None):
 
     q: [rows, heads, dim]; k, v: [length, kv_heads, dim]; sinks: [heads].
     """
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    scores = q.transpose(0, 1) @ k.mT * scale
+    (rows, heads, dim), (length, kv_heads, _) = q.shape, k.shape
+    q = q.transpose(0, 1).reshape(kv_heads, -1, dim)  # the rows of all heads that read the same keys
+    scores = (q @ k.permute(1, 2, 0) * scale).view(heads, rows, length)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    row, token = torch.arange(k.shape[1] - q.shape[0], k.shape[1])[:, None], torch.arange(k.shape[1])
-    unseen = (token > row) | (token <= row - (window or k.shape[1]))
+    row, token = torch.arange(length - rows, length)[:, None], torch.arange(length)
+    unseen = (token > row) | (token <= row - (window or length))
     scores = scores.masked_fill(unseen, -math.inf)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, q.shape[0], 1)], -1)
-    weights = scores.softmax(-1)[..., : k.shape[1]]
-    return (weights @ v).transpose(0, 1).flatten(1)
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, rows, 1)], -1)
+    weights = scores.softmax(-1)[..., :length]
+    out = weights.reshape(kv_heads, -1, length) @ v.transpose(0, 1)
+    return out.view(heads, rows, dim).transpose(0, 1).flatten(1)

@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from engines import Loaded
 
 from engine.errors import StartupError
 from engine.source import DEFAULT_MODEL, resolve_packaged
@@ -19,6 +20,12 @@ def smollm2_gguf() -> Path:
     if isinstance(found, str):
         pytest.skip(f"SmolLM2 is not at hand: {found}")
     return found
+
+
+@cache
+def smollm2(dtype: torch.dtype) -> Loaded:
+    """Loaded once for all tests."""
+    return Loaded.load(smollm2_gguf(), dtype, 8192)
 
 
 @cache

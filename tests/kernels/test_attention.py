@@ -1,11 +1,10 @@
 """Paged attention is right: every kernel of this machine against fp32 torch, in a pool full of NaN."""
 
-import functools
 import mmap
 
 import pytest
 import torch
-from paged import all_kernels, goes_row_by_row, make_paged, native_kernels, plain_attention
+from paged import all_kernels, goes_row_by_row, make_paged, native_kernels, once_for_all_kernels, plain_attention
 
 from configs.kv import KVFormat, KVSpec, LayerKV
 from kernels import ops, reference
@@ -24,7 +23,7 @@ SHAPES = [  # query heads a key/value head, head_dim, block size
 ]
 
 
-@functools.cache
+@once_for_all_kernels
 def plain_results(dtype, group, head_dim, block_size):
     """-> (sequences, the rows to compute, for each (fp32 result, allowed error))."""
     lengths = sorted({1, 2, block_size - 1, block_size, block_size + 1, 31, 32, 33, 65, 511, 512, 513, 600})

@@ -1,12 +1,11 @@
 """Attention over pages of every format: right about what the pages hold, and exact."""
 
-import functools
 import itertools
 import random
 
 import pytest
 import torch
-from paged import goes_row_by_row, kernels_for, make_paged, native_kernels, plain_attention
+from paged import goes_row_by_row, kernels_for, make_paged, native_kernels, once_for_all_kernels, plain_attention
 
 from configs.kv import KVFormat
 from kernels import ops, reference
@@ -51,7 +50,7 @@ def few(kernel, parts, rows=3):
     return [(b, max(first, n - rows), n) for b, first, n in parts] if goes_row_by_row(kernel) else parts
 
 
-@functools.cache
+@once_for_all_kernels
 def plain_results(dtype, formats, static, window=None, softcap=None, sinks=False, shape=(3, 64, 16)):
     """-> (sequences, the rows to compute, for each (fp64 result, allowed error)) of what the pages hold."""
     group, head_dim, block_size = shape
@@ -199,16 +198,24 @@ def test_company_and_number_of_threads(dtype, kernel, formats, static, window):
         set_threads(before)
 
 
-@exactly
-def test_block_size(dtype, kernel, formats, static):
-    outputs = []
-    for block_size in (16, 4, 32, 6, 48, 1024):
+@once_for_all_kernels
+def in_blocks_of_many_sizes(dtype, formats, static):
+    """The same sequence."""
+    same = make_paged([300], dtype=dtype, formats=formats, static=static)
+    found = [same]
+    for block_size in (4, 32, 6, 48, 1024):
         paged = make_paged([300], block_size=block_size, dtype=dtype, formats=formats, static=static, seed=1)
-        same = make_paged([300], dtype=dtype, formats=formats, static=static)
         paged.q[0], paged.k[0], paged.v[0], paged.transforms = same.q[0], same.k[0], same.v[0], same.transforms
         paged.store(0)
-        outputs.append(paged.attend(kernel, [(0, 285, 300)])[0])
-    assert all(torch.equal(out, outputs[0]) for out in outputs[1:])
+        found.append(paged)
+    return found
+
+
+@exactly
+def test_block_size(dtype, kernel, formats, static):
+    paged = in_blocks_of_many_sizes(dtype, formats, static)
+    first, *others = [each.attend(kernel, [(0, 285, 300)])[0] for each in paged]
+    assert all(torch.equal(out, first) for out in others)
 
 
 @quantised
@@ -222,18 +229,23 @@ def test_whatever_is_in_slots_that_hold_nothing(dtype, kernel, formats, static):
         clean = out
 
 
+@once_for_all_kernels
+def clean_and_poisoned(dtype, formats, static, poison):
+    """Three tokens of the second are not finite."""
+    clean, poisoned = (make_paged([75], dtype=dtype, formats=formats, static=static) for _ in range(2))
+    k, v = clean.k[0].clone(), clean.v[0].clone()
+    k[40:43], v[40:43] = poison, poison
+    poisoned.store(0, k, v)
+    return clean, poisoned
+
+
 @quantised
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("window", [None, 30])
 def test_what_a_row_does_not_see_adds_nothing(dtype, kernel, formats, static, poison, window):
     """Also where other tokens of the same chunk and tile are not finite: their scales are NaN."""
-    paged = make_paged([75], dtype=dtype, formats=formats, static=static)
-    attend = functools.partial(paged.attend, kernel, [(0, 0, 75)], window=window)
-    clean = attend()[0]
-    k, v = paged.k[0].clone(), paged.v[0].clone()
-    k[40:43], v[40:43] = poison, poison
-    paged.store(0, k, v)
-    out = attend()[0]
+    paged = clean_and_poisoned(dtype, formats, static, poison)
+    clean, out = (each.attend(kernel, [(0, 0, 75)], window=window)[0] for each in paged)
     assert torch.equal(out[:40], clean[:40])
     if window:
         assert torch.equal(out[72:], clean[72:])

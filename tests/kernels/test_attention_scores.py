@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from paged import all_kernels, goes_row_by_row, make_paged, native_kernels, plain_attention
+from paged import all_kernels, goes_row_by_row, make_paged, native_kernels, once_for_all_kernels, plain_attention
 
 from kernels import ops
 from kernels.threads import num_threads, set_threads
@@ -30,7 +30,7 @@ def asked_of(paged, name):
     return {"softcap": softcap, "sinks": random_sinks(paged.q[0].shape[1]) if sinks else None}
 
 
-@functools.cache
+@once_for_all_kernels
 def plain_results(dtype, name, window, group, head_dim, block_size):
     """-> (sequences, the rows to compute, for each (fp64 result, allowed error))."""
     lengths = [1, 3, 33, 64, 97, 640]

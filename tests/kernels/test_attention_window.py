@@ -1,10 +1,8 @@
 """Attention within a window: right, exact, and blind to what lies outside."""
 
-import functools
-
 import pytest
 import torch
-from paged import all_kernels, goes_row_by_row, make_paged, native_kernels, plain_attention
+from paged import all_kernels, goes_row_by_row, make_paged, native_kernels, once_for_all_kernels, plain_attention
 
 from kernels import ops
 from kernels.threads import num_threads, set_threads
@@ -13,7 +11,7 @@ WINDOWS = (1, 2, 5, 31, 32, 33, 100, 511, 512, 513)
 OUT_OF_RANGE = (-1, 2**31 - 1)
 
 
-@functools.cache
+@once_for_all_kernels
 def plain_results(dtype, window, group, head_dim, block_size):
     """-> (sequences, the rows to compute, for each (fp32 result, allowed error))."""
     lengths = [1, 3, 33, 64, 97, 640]

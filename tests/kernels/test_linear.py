@@ -6,40 +6,25 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import GATES, SHAPES, VARIANTS, assert_close, packer
 
 from kernels import ops
 from kernels.cpu import elementwise, library
 from kernels.cpu.library import ISA_TITLES
 from kernels.cpu.linear import ISAS, NativePacker, OneDnnLinear, WeightMemory, pack_onednn
-from kernels.cpu.offers import KINDS
 from kernels.reference import linear as reference
 from kernels.registry import Accepted, choose
 from kernels.threads import set_threads
 
 ROOT = Path(__file__).parents[2]
-SHAPES = [(1536, 576), (64, 300), (33, 70), (2048, 64), (1, 1)]
-"""(K, N): of a real model; of no round number; rows a multiple of 4 KiB apart."""
-VARIANTS = [(dtype, isa) for dtype in ISAS for isa in ISAS[dtype]]
-GATES = get_args(ops.Gate)
-
 
 pytestmark = pytest.mark.usefixtures("threads")
 """Which puts their number back."""
-
-
-def packer(dtype: torch.dtype, isa: str) -> NativePacker:
-    native = library.load()
-    if native is None:
-        pytest.skip(f"no native library: {library.refusal()}")
-    if reason := native.refusal(f"linear_{KINDS[dtype]}", isa):
-        pytest.skip(reason)
-    return NativePacker(native, f"{KINDS[dtype]}_{isa}")
 
 
 def gate_mul(dtype: torch.dtype, isa: str) -> Callable[[torch.Tensor, ops.Gate], torch.Tensor]:
@@ -59,21 +44,12 @@ def tensors(k: int, n: int, dtype: torch.dtype, rows: int = 300) -> tuple[torch.
     return x, weight, torch.randn(n, generator=generator).to(dtype)
 
 
-def assert_close(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Within what fp32 sums and one rounding may lose."""
-    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    size = x.double().abs() @ weight.double().abs().T + 1
-    rounding = exact.abs() * 2.0**-8 if out.dtype is torch.bfloat16 else 0
-    error = (out.double() - exact).abs()
-    assert (error <= rounding + size * 2.0**-20).all(), error.max()
-
-
 @pytest.mark.parametrize(("dtype", "isa"), VARIANTS, ids=str)
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_right(dtype: torch.dtype, isa: str, k: int, n: int, with_bias: bool) -> None:
     x, weight, bias = tensors(k, n, dtype)
-    packed = packer(dtype, isa)(weight, bias if with_bias else None)
+    packed = packer(NativePacker, dtype, isa)(weight, bias if with_bias else None)
     assert (packed.in_features, packed.out_features) == (k, n)
     out = ops.linear(x, packed)
     assert out.dtype is dtype and out.shape == (300, n)
@@ -84,7 +60,7 @@ def test_right(dtype: torch.dtype, isa: str, k: int, n: int, with_bias: bool) ->
 @pytest.mark.parametrize(("k", "n"), [(576, 300), (65, 200)])
 def test_rows_are_the_same_bits_in_any_company(dtype: torch.dtype, isa: str, k: int, n: int) -> None:
     x, weight, bias = tensors(k, n, dtype)
-    packed = packer(dtype, isa)(weight, bias)
+    packed = packer(NativePacker, dtype, isa)(weight, bias)
     together = packed(x)
     for threads, counts in (
         (1, (*range(1, 35), 63, 64, 65, 128, 129, 257, 300)),
@@ -103,7 +79,7 @@ def test_rows_are_the_same_bits_in_any_company(dtype: torch.dtype, isa: str, k: 
 @pytest.mark.parametrize("gate", GATES)
 def test_gated_is_linear_and_gate_mul_in_the_same_bits(dtype: torch.dtype, isa: str, n: int, gate: ops.Gate) -> None:
     x, weight, bias = tensors(96, 2 * n, dtype, 70)
-    pack = packer(dtype, isa)
+    pack = packer(NativePacker, dtype, isa)
     for some_bias in (None, bias):
         gated, plain = pack(weight, some_bias, gate), pack(weight, some_bias)
         assert (gated.in_features, gated.out_features) == (96, n)
@@ -134,7 +110,7 @@ def test_padding_is_never_multiplied(dtype: torch.dtype, isa: str, rows: int) ->
     buffer = torch.full((40, 50), torch.nan, dtype=dtype)
     x = buffer[5 : 5 + rows, 3:36]
     x.copy_(torch.randn(rows, 33))
-    packed = packer(dtype, isa)(torch.randn(9, 33).to(dtype))
+    packed = packer(NativePacker, dtype, isa)(torch.randn(9, 33).to(dtype))
     assert packed(x).isfinite().all()
 
 

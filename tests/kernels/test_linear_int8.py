@@ -1,41 +1,24 @@
 """Linear layers with int8 weights: rounded as said, right, and the same bits for a row whatever surrounds it."""
 
-from typing import get_args
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import GATES, SHAPES, VARIANTS, assert_close, packer
 
 from kernels import ops
 from kernels.cpu import library
 from kernels.cpu.exactness import probe
 from kernels.cpu.linear import ISAS, NativeInt8Packer, NativePacker
-from kernels.cpu.offers import KINDS
 from kernels.int8_weight import LARGEST, Int8Weight
 from kernels.reference import linear as reference
 from kernels.registry import choose
 from kernels.threads import set_threads
 
 CPU = torch.device("cpu")
-SHAPES = [(1536, 576), (64, 300), (33, 70), (2048, 64), (1, 1)]
-"""(K, N): of a real model; of no round number; rows a multiple of 4 KiB apart."""
-VARIANTS = [(dtype, isa) for dtype in ISAS for isa in ISAS[dtype]]
-GATES = get_args(ops.Gate)
-
 
 pytestmark = pytest.mark.usefixtures("threads")
 """Which puts their number back."""
-
-
-def packers(dtype: torch.dtype, isa: str) -> tuple[NativeInt8Packer, NativePacker]:
-    native = library.load()
-    if native is None:
-        pytest.skip(f"no native library: {library.refusal()}")
-    if reason := native.refusal(f"linear_{KINDS[dtype]}", isa):
-        pytest.skip(reason)
-    ending = f"{KINDS[dtype]}_{isa}"
-    return NativeInt8Packer(native, ending), NativePacker(native, ending)
 
 
 def quantised(weight: torch.Tensor) -> Int8Weight:
@@ -52,14 +35,9 @@ def tensors(k: int, n: int, dtype: torch.dtype, rows: int = 300) -> tuple[torch.
     return x, weight, torch.randn(n, generator=generator).to(dtype)
 
 
-def assert_close(out: torch.Tensor, x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None) -> None:
-    """Within what fp32 sums and one rounding may lose."""
-    numbers = weight.codes.double() * weight.scales.double().unsqueeze(1)
-    exact = x.double() @ numbers.T + (0 if bias is None else bias.double())
-    size = x.double().abs() @ numbers.abs().T + 1
-    rounding = exact.abs() * 2.0**-8 if out.dtype is torch.bfloat16 else 0
-    error = (out.double() - exact).abs()
-    assert (error <= rounding + size * 2.0**-20).all(), error.max()
+def numbers(weight: Int8Weight) -> torch.Tensor:
+    """fp64 [N, K]"""
+    return weight.codes.double() * weight.scales.double().unsqueeze(1)
 
 
 # ------------------------------------------------------------------ the weight
@@ -101,12 +79,12 @@ def test_zeros_are_zeros_and_damage_shows() -> None:
 def test_right(dtype: torch.dtype, isa: str, k: int, n: int, with_bias: bool) -> None:
     x, weight, bias = tensors(k, n, dtype)
     some_bias = bias if with_bias else None
-    packed = packers(dtype, isa)[0](weight, dtype, some_bias)
+    packed = packer(NativeInt8Packer, dtype, isa)(weight, dtype, some_bias)
     assert (packed.in_features, packed.out_features) == (k, n)
     for rows in (1, 9, 300):
         out = ops.linear(x[:rows], packed)
         assert out.dtype is dtype and out.shape == (rows, n)
-        assert_close(out, x[:rows], weight, some_bias)
+        assert_close(out, x[:rows], numbers(weight), some_bias)
 
 
 @pytest.mark.parametrize(("dtype", "isa"), VARIANTS, ids=str)
@@ -114,7 +92,7 @@ def test_right(dtype: torch.dtype, isa: str, k: int, n: int, with_bias: bool) ->
 def test_sums_are_those_of_a_weight_of_whole_numbers(dtype: torch.dtype, isa: str, k: int, n: int) -> None:
     """With scales of 1, bit for bit those of the plain kernel, whose order is tested in test_linear.py."""
     x, weight, bias = tensors(k, n, dtype)
-    pack_int8, pack = packers(dtype, isa)
+    pack_int8, pack = (packer(kind, dtype, isa) for kind in (NativeInt8Packer, NativePacker))
     ones = Int8Weight(weight.codes, torch.ones(n))
     int8, plain = pack_int8(ones, dtype, bias), pack(weight.codes.to(dtype), bias)
     for rows in (1, 2, 7, 16, 17, 40, 300):
@@ -125,7 +103,7 @@ def test_sums_are_those_of_a_weight_of_whole_numbers(dtype: torch.dtype, isa: st
 @pytest.mark.parametrize(("k", "n"), [(576, 300), (65, 200)])
 def test_rows_are_the_same_bits_in_any_company(dtype: torch.dtype, isa: str, k: int, n: int) -> None:
     x, weight, bias = tensors(k, n, dtype, rows=600)
-    packed = packers(dtype, isa)[0](weight, dtype, bias)
+    packed = packer(NativeInt8Packer, dtype, isa)(weight, dtype, bias)
     together = packed(x)
     for threads, counts in (
         (1, (*range(1, 35), 63, 64, 65, 128, 129, 257, 512, 599)),
@@ -143,7 +121,7 @@ def test_rows_are_the_same_bits_in_any_company(dtype: torch.dtype, isa: str, k: 
 @pytest.mark.parametrize("gate", GATES)
 def test_gated_is_linear_and_gate_mul(dtype: torch.dtype, isa: str, n: int, gate: ops.Gate) -> None:
     x, weight, bias = tensors(96, 2 * n, dtype, 70)
-    pack = packers(dtype, isa)[0]
+    pack = packer(NativeInt8Packer, dtype, isa)
     tolerance = 2.0**-7 if dtype is torch.bfloat16 else 1e-5
     for some_bias in (None, bias):
         gated, plain = pack(weight, dtype, some_bias, gate), pack(weight, dtype, some_bias)
@@ -161,7 +139,7 @@ def test_padding_is_never_multiplied(dtype: torch.dtype, isa: str, rows: int) ->
     buffer = torch.full((40, 50), torch.nan, dtype=dtype)
     x = buffer[5 : 5 + rows, 3:36]
     x.copy_(torch.randn(rows, 33))
-    packed = packers(dtype, isa)[0](quantised(torch.randn(9, 33)), dtype)
+    packed = packer(NativeInt8Packer, dtype, isa)(quantised(torch.randn(9, 33)), dtype)
     assert packed(x).isfinite().all()
 
 
@@ -170,7 +148,7 @@ def test_padding_is_never_multiplied(dtype: torch.dtype, isa: str, rows: int) ->
 def test_any_shape(k: int, n: int, rows: int, with_bias: bool, dtype: torch.dtype) -> None:
     x, weight, bias = tensors(k, n, dtype, rows)
     some_bias = bias if with_bias else None
-    assert_close(ops.linear(x, ops.pack_linear_int8(weight, dtype, some_bias)), x, weight, some_bias)
+    assert_close(ops.linear(x, ops.pack_linear_int8(weight, dtype, some_bias)), x, numbers(weight), some_bias)
 
 
 @pytest.mark.parametrize("dtype", list(ISAS))
@@ -184,7 +162,7 @@ def test_the_reference_computes_the_same(
     found = reference.pack_linear_int8(weight, dtype, bias, gate)
     assert (found.in_features, found.out_features) == (300, 64 if gate else 128)
     if gate is None:
-        assert_close(found(x), x, weight, bias)
+        assert_close(found(x), x, numbers(weight), bias)
     expected = ops.pack_linear_int8(weight, dtype, bias, gate)(x)
     tolerance = 2.0**-7 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(found(x), expected, atol=tolerance, rtol=tolerance)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from engines import Completion, Engine, Loaded
 from exact_ways import WAYS, Requests, alone, assert_equal
-from smollm2 import smollm2_gguf
+from smollm2 import smollm2
 from tiny_models import FAMILIES, VARIANTS, build
 
 from kernels import ops
@@ -26,7 +26,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 @pytest.fixture(scope="module", params=["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def smol(request: pytest.FixtureRequest) -> Loaded:
-    return Loaded.load(smollm2_gguf(), dtype_of(request.param), 2048)
+    return smollm2(dtype_of(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from engines import Completion, Engine, Loaded, threads
 from exact_ways import assert_equal
-from smollm2 import smollm2_gguf
+from smollm2 import smollm2
 from tiny_models import FALLBACKS, VARIANTS, build
 
 from configs.settings import Settings
@@ -32,8 +32,8 @@ FORMATS: dict[str, dict[str, str]] = {
     "int8": {"kv_cache_dtype": "int8"},
     "int4": {"kv_cache_dtype": "int4"},
     "int8, int4": {"kv_cache_dtype": "int8", "kv_cache_dtype_v": "int4"},
-    "static fp8_e4m3": {"kv_cache_dtype": "fp8", "kv_cache_scales": "fp8"},
-    "static int8": {"kv_cache_dtype": "int8", "kv_cache_scales": "int8"},
+    "static fp8_e4m3": {"kv_cache_dtype": "fp8", "kv_cache_scales": "found"},
+    "static int8": {"kv_cache_dtype": "int8", "kv_cache_scales": "found"},
 }
 """Settings by name; scales stand for those that are found for the format."""
 FAMILIES = ("head-dim", "gemma3")
@@ -61,15 +61,18 @@ class Models:
             if not folder.exists():
                 tiny = VARIANTS.get(family) or replace(FALLBACKS[family], head_dim=32)
                 build(folder, tiny)
-                for name in ("fp8", "int8"):
-                    flags = {"model": str(folder), "dtype": "float32", "device": "cpu", "kv_cache_dtype": name}
-                    scales = calibrate(Settings.create(flags), None, "channel", lambda phase, fraction: None)
-                    scales.save(folder / name)
             self._loaded[family, dtype] = Loaded.load(folder, dtype, 256)
         kv: dict[str, Any] = ALL_LAYERS | FORMATS[format]
         if "kv_cache_scales" in kv:
-            kv["kv_cache_scales"] = str(self.folder / family / kv["kv_cache_scales"])
+            kv["kv_cache_scales"] = str(self._scales(self.folder / family, kv["kv_cache_dtype"]))
         return replace(self._loaded[family, dtype], kv=kv)
+
+    def _scales(self, folder: Path, name: str) -> Path:
+        path = folder / f"{name}.scales"
+        if not path.exists():
+            flags = {"model": str(folder), "dtype": "float32", "device": "cpu", "kv_cache_dtype": name}
+            calibrate(Settings.create(flags), None, "channel", lambda phase, fraction: None).save(path)
+        return path
 
     def expected(self, family: str, format: str, dtype: torch.dtype) -> list[list[Completion]]:
         """For each prompt its three choices, each of them computed alone, at once."""
@@ -334,15 +337,10 @@ def test_a31_shared_prefixes_in_a_pool_that_is_always_full(format: str, models: 
     assert stats.prefix_hits_total > 1000 and sum(stats.evictions_total.values()) > 100 and engine.preemptions > 10
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> Loaded:
-    return Loaded.load(smollm2_gguf(), model_dtype(), 2048)
-
-
 @pytest.mark.parametrize("format", ["fp8_e4m3", "int8", "int4"])
-def test_smollm2(format: str, smollm2: Loaded) -> None:
+def test_smollm2(format: str) -> None:
     """At its full size: in chunks, preempted, among others, from the cache, on one thread."""
-    loaded = replace(smollm2, kv=FORMATS[format])
+    loaded = replace(smollm2(model_dtype()), kv=FORMATS[format])
     prompts = [random.Random(seed).choices(range(3, 49152), k=length) for seed, length in enumerate((3, 31, 90))]
     others = [random.Random(seed).choices(range(3, 49152), k=15) for seed in range(10, 15)]
     expected = [Engine(loaded).run([prompt], params)[0] for prompt, params in zip(prompts, PARAMS, strict=False)]
