@@ -57,6 +57,11 @@ def goes_row_by_row(kernel):
     return kernel is reference.paged_attention
 
 
+def few(kernel, parts, rows=3):
+    """The last `rows` of each part for a kernel that goes row by row, for others all of them."""
+    return [(b, max(first, n - rows), n) for b, first, n in parts] if goes_row_by_row(kernel) else parts
+
+
 @dataclass
 class Paged:
     """Sequences of `lengths` tokens; all of them stored. Everything else in the pool is NaN."""

@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 import torch
-from paged import all_kernels, goes_row_by_row, make_paged, native_kernels, once_for_all_kernels, plain_attention
+from paged import all_kernels, few, make_paged, native_kernels, once_for_all_kernels, plain_attention
 
 from configs.kv import KVFormat, KVSpec, LayerKV
 from kernels import ops, reference
@@ -45,8 +45,7 @@ def plain_results(dtype, group, head_dim, block_size):
 def test_error_is_that_of_plain_torch_at_most_twice(dtype, kernel, group, head_dim, block_size):
     """flash-attn's rule: against fp32, at most twice the error of plain low-precision torch."""
     paged, parts, expected = plain_results(dtype, group, head_dim, block_size)
-    if goes_row_by_row(kernel):
-        parts = [(b, max(first, n - 5), n) for b, first, n in parts]
+    parts = few(kernel, parts, 5)
     for part, out, (exact, allowed) in zip(parts, paged.attend(kernel, parts), expected, strict=True):
         error = (out.float() - exact[-out.shape[0] :]).abs().max()
         assert error <= allowed, (part, error, allowed)  # NaN fails too

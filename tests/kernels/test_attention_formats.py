@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from paged import goes_row_by_row, kernels_for, make_paged, native_kernels, once_for_all_kernels, plain_attention
+from paged import few, goes_row_by_row, kernels_for, make_paged, native_kernels, once_for_all_kernels, plain_attention
 
 from configs.kv import KVFormat
 from kernels import ops, reference
@@ -44,10 +44,6 @@ quantised = pytest.mark.parametrize(
     ("dtype", "kernel", "formats", "static"),
     cases([*QUANTISED, (F.INT8, F.INT4), (F.INT4, F.FP8_E4M3)], [(F.INT8, F.FP8_E4M3)]),
 )
-
-
-def few(kernel, parts, rows=3):
-    return [(b, max(first, n - rows), n) for b, first, n in parts] if goes_row_by_row(kernel) else parts
 
 
 @once_for_all_kernels

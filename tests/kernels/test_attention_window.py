@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paged import all_kernels, goes_row_by_row, make_paged, native_kernels, once_for_all_kernels, plain_attention
+from paged import all_kernels, few, goes_row_by_row, make_paged, native_kernels, once_for_all_kernels, plain_attention
 
 from kernels import ops
 from kernels.threads import num_threads, set_threads
@@ -39,9 +39,10 @@ def hide_blocks(paged, b, first, window, fill=OUT_OF_RANGE[0]):
 @pytest.mark.parametrize(("group", "head_dim", "block_size"), [(3, 64, 16), (1, 40, 6), (71, 32, 64)])
 def test_error_is_that_of_plain_torch_at_most_twice(dtype, kernel, window, group, head_dim, block_size):
     paged, parts, expected = plain_results(dtype, window, group, head_dim, block_size)
+    parts = few(kernel, parts, 20)
     outputs = paged.attend(kernel, parts, window=window)
     for part, out, (exact, allowed) in zip(parts, outputs, expected, strict=True):
-        error = (out.float() - exact).abs().max()
+        error = (out.float() - exact[-len(out) :]).abs().max()
         assert error <= allowed, (part, error, allowed)  # NaN fails too
 
 
@@ -61,9 +62,10 @@ def test_a_window_as_long_as_the_context_changes_no_bit(dtype, kernel):
 @pytest.mark.parametrize(("group", "head_dim", "kv_heads"), [(3, 64, 3), (1, 80, 4), (71, 32, 1)])
 def test_decode_and_chunks_equal_prefill(dtype, kernel, window, group, head_dim, kv_heads):
     paged = make_paged([1090], group=group, head_dim=head_dim, kv_heads=kv_heads, dtype=dtype)
-    spans, chunks = (((0, 50), (490, 560), (1000, 1090)), (1, 37))
+    # where few tokens are seen; rows, and the starts of the longest windows, around the border of a split
+    spans, chunks = (((0, 40), (490, 530), (1020, 1060)), (1, 37))
     if goes_row_by_row(kernel):
-        spans, chunks = (((0, 18), (504, 522), (1072, 1090)), (1, 7))
+        spans, chunks = (((0, 18), (504, 522), (1022, 1040)), (1, 7))
     for first, end in spans:
         whole = paged.attend(kernel, [(0, first, end)], window=window)[0]
         for chunk in chunks:
@@ -127,7 +129,7 @@ def test_blocks_that_no_row_sees_are_not_read(dtype, kernel, block_size, window,
         clean = paged.attend(kernel, [(0, first, 600)], window=window)[0]
         hide_blocks(paged, 0, first, window, fill)
         assert torch.equal(paged.attend(kernel, [(0, first, 600)], window=window)[0], clean)
-        both = paged.attend(kernel, [(1, 400, 600), (0, first, 600)], window=window)
+        both = paged.attend(kernel, [(1, 560, 600), (0, first, 600)], window=window)
         assert torch.equal(both[1], clean) and both[0].isfinite().all()
 
 
