@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from smollm2 import smollm2_gguf
+from smollm2 import smollm2, smollm2_gguf
 from tiny_models import TinyModel, build, build_outlier
 
 from configs.kv import LayerKV
@@ -175,12 +175,11 @@ def test_where_there_is_no_text_nothing_is_fitted_and_nothing_tried(tmp_path: Pa
 
 def test_a29_formats_of_the_default_model() -> None:
     """SmolLM2, by the bits: twice what was measured is the bound; e4m3 is nearer than e5m2."""
-    path = smollm2_gguf()
     settings = Settings.create({"device": "cpu"})
     device = Device.find(settings)
-    config = read_config(path, trust_remote_code=False)
-    model = load_model(path, config, device.dtype, 8192, lambda fraction: None)
-    ids = Tokenizer.load(ModelSource(path, "smollm2", "test")).encode(SAMPLE, add_special_tokens=True)
+    loaded = smollm2(device.dtype)
+    config, model = loaded.config, loaded.model
+    ids = Tokenizer.load(ModelSource(smollm2_gguf(), "smollm2", "test")).encode(SAMPLE, add_special_tokens=True)
     plain = config.kv_layers(PLAIN[device.dtype_name])
     fit = KeyFit.of(model, plain, ids[TRIED_TOKENS : TRIED_TOKENS + FIT_TOKENS], 8192, device.place)
     trial_of = Trial(model, plain, ids[:TRIED_TOKENS], device.place, 512)
