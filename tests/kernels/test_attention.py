@@ -1,5 +1,6 @@
 """Paged attention is right: every kernel of this machine against fp32 torch, in a pool full of NaN."""
 
+import math
 import mmap
 
 import pytest
@@ -66,6 +67,21 @@ def test_large_scores_neither_overflow_nor_vanish(dtype, kernel):
     rounded = plain_attention(paged.q[0], paged.k[0], paged.v[0], paged.scale).double()
     allowed = 2 * (rounded - exact).abs().max() + 1e-4
     assert (paged.whole(kernel, 0).double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), native_kernels())
+@pytest.mark.parametrize("group", [1, 3, 16])
+@pytest.mark.parametrize("rise", [0.5, 4.0, 9.0, 40.0, -4.0, -40.0])
+def test_scores_that_rise_or_fall_from_tile_to_tile(dtype, kernel, group, rise):
+    """rise: of exponents of 2, every 32 tokens. What was summed so far is rescaled little, much or not at all."""
+    length, rows = 640, 40
+    paged = make_paged([length], group=group, dtype=dtype)
+    paged.k[0][:, :, 0] = torch.arange(length)[:, None] / length
+    paged.q[0][:, :, 0] = rise * length / 32 / (paged.scale * math.log2(math.e))
+    paged.store(0)
+    exact = plain_attention(*(x[0].double() for x in (paged.q, paged.k, paged.v)), paged.scale)[-rows:]
+    out = paged.attend(kernel, [(0, length - rows, length)])[0]
+    assert (out.double() - exact).abs().max() < (0.03 if dtype is torch.bfloat16 else 2e-3)
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), all_kernels())

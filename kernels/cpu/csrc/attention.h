@@ -243,21 +243,19 @@ class Worker {
             const int begin = panel.begin_in_tile(row, start), end = panel.end_in_tile(row, start);
             return between(begin - g * W, end - g * W, v, splat(other));
         };
-        for (int r = first; r < last; r += 4) {
-            Vec top[4];
-            for (int i = 0; i < 4; i++) {
+        for (int r = first; r < last; r += W) {  // rows from `last` on get numbers that nobody reads
+            const Vec next = max_of_each(last - r, [&](int i) {
                 const int row = least(r + i, last - 1);
                 float *score = scores + row * TILE;
                 if (!WHOLE) hide(score, panel.begin_in_tile(row, start), panel.end_in_tile(row, start));
+                Vec top;
                 for (int g = 0; g < GROUPS; g++) {
                     const Vec x = SCALED ? mul(load(score + g * W), seen(row, g, factors[g], 1)) : load(score + g * W);
-                    top[i] = g ? max(top[i], x) : x;
+                    top = g ? max(top, x) : x;
                 }
-            }
-            max_of_each(top, next_max + r);
-        }
-        for (int r = first; r < last; r += W) {  // rows from `last` on get numbers that nobody reads
-            const Vec old_max = load(rows.maximum + r), next = load(next_max + r);
+                return top;
+            });
+            const Vec old_max = load(rows.maximum + r);
             const Vec new_max = max(old_max, SCALED ? next : mul(next, splat(factor)));
             store(rescale + r, exp2_negative(sub(old_max, new_max)));
             store(next_max + r, new_max);

@@ -36,8 +36,9 @@ struct Company {
     }
 };
 
-// Calls visit(panel) for every panel of the batch; within a sequence the longest ones first. `group_heads`: panels of
-// few rows walk several key/value heads, which lie side by side in a page.
+// Calls visit(panel) for every panel of the batch; within a sequence head by head, since one head's K and V may stay in
+// the second cache, and of a head the longest ones first. `group_heads`: panels of few rows walk several key/value
+// heads, which lie side by side in a page.
 template <class Visit>
 void for_each_panel(const AttentionCall &call, int64_t panel_rows, bool group_heads, Visit visit) {
     const int64_t group = call.group(), heads = least(group, panel_rows);
@@ -48,9 +49,9 @@ void for_each_panel(const AttentionCall &call, int64_t panel_rows, bool group_he
         const int64_t tokens = least(last - first, panel_rows / heads);  // of a panel
         if (tokens <= 0) continue;
         const int64_t kv_heads = group_heads ? panel_rows / (tokens * heads) : 1;
-        for (int64_t chunk = ceil_div(last - first, tokens) - 1; chunk >= 0; chunk--)
-            for (int64_t kv = 0; kv < call.kv_heads; kv += kv_heads)
-                for (int64_t head = 0; head < group; head += heads) {
+        for (int64_t kv = 0; kv < call.kv_heads; kv += kv_heads)
+            for (int64_t head = 0; head < group; head += heads)
+                for (int64_t chunk = ceil_div(last - first, tokens) - 1; chunk >= 0; chunk--) {
                     const int64_t token = first + chunk * tokens, count = least(tokens, last - token);
                     const int64_t width = least(heads, group - head), shared = company.shared;
                     visit(Panel{shared ? company.first + chunk * tokens : company.first, kv, token, head,
@@ -88,8 +89,7 @@ struct Division {
     int threads = 1, rows = 0;  // rows: of the largest panel
     bool group_heads = true;
 
-    // expands: tiles of K or V are expanded, which serves all rows of a panel.
-    Division(const AttentionCall &call, int64_t width, bool expands) : call(call), width(width) {
+    Division(const AttentionCall &call, int64_t width) : call(call), width(width) {
         int64_t all = 0, splits = 0, panels = 0;
         const auto count = [&](int64_t rows) {
             panel_rows = rows;
@@ -100,8 +100,8 @@ struct Division {
             });
             threads = static_cast<int>(least(octavo_threads(), all * call.head_dim / DIMS_PER_THREAD + 1));
         };
-        count(expands || call.head_dim > NARROW_DIMS ? PANEL_ROWS : NARROW_PANEL_ROWS);
-        if (threads > 1 && panels < threads * ITEMS_PER_THREAD) count(NARROW_PANEL_ROWS);
+        count(PANEL_ROWS);
+        if (threads > 1 && panels < threads * ITEMS_PER_THREAD) count(SMALL_PANEL_ROWS);
         group_heads = threads == 1 || splits >= threads * ITEMS_PER_THREAD;
         largest_whole = threads == 1 ? all : all / (threads * ITEMS_PER_THREAD);
         for_each_panel(call, panel_rows, group_heads, [&](const Panel &panel) {
@@ -158,7 +158,7 @@ class Batch {
     explicit Batch(const AttentionCall &call)
         : call(call),
           width(Worker<Engine>::width_of(call)),
-          division(call, width, !Decoder<F>::in_place(call.k) || !Decoder<F>::in_place(call.v)),
+          division(call, width),
           worker_floats(Worker<Engine>::floats(call, division.rows)),
           memory(aligned_alloc(64, sizeof(float) * (Scratch::size<Item>(division.items) +
                                                     Scratch::size<Divided>(division.divided_panels) +

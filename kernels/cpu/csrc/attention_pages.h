@@ -52,7 +52,8 @@ constexpr int SPLIT = 512;
 constexpr int64_t NO_WINDOW = INT32_MAX;  // tokens: no sequence has more
 constexpr int GROUPS = TILE / W;  // vectors of tokens in a tile
 constexpr int PANEL_ROWS = 192;  // most rows of a panel
-constexpr int NARROW_PANEL_ROWS = 128, NARROW_DIMS = 64;  // of one whose K, V and sums stay in the smallest cache
+constexpr int SMALL_PANEL_ROWS = 128;  // where there are few panels for many threads
+constexpr int NARROW_DIMS = 64;  // most dims of a head whose K and V of a tile stay in the smallest cache
 constexpr float LOG2_E = 1.44269504f;
 constexpr int STREAMING_ROWS = 32;  // with so few rows a key/value head, memory is what takes the time
 
