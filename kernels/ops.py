@@ -266,6 +266,35 @@ def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
     _serve("copy_blocks", pool)(pool, pairs)
 
 
+def draw_truncated(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    rows: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """A token for each of `rows` (int64 [N]) of x, drawn from what top-k, then top-p, then min-p leave: int64 [N].
+
+    x: fp32 [R, W], logits over temperature, each row's maximum 0, W a multiple of 64; weights: fp32 [R, W], exp(x).
+    top_k: int64 [N], 0: off; top_p, min_p: fp64 [N], 1 and 0: off; uniform: fp64 [N] in [0, 1), at most 52 bits.
+
+    Tokens are ordered by x, the most likely first, of equals the lower one; those of -inf are never drawn. Top-k keeps
+    the first k, top-p (Holtzman et al. 2020) the fewest that reach p of the weight of what top-k left, min-p (Nguyen et
+    al. 2024) those at least min_p times as likely as the first. The token is the first with which the sum of weights,
+    in that order, exceeds uniform x the weight of what is kept. Sums are in fp64.
+    """
+    assert x.dim() == 2 and x.shape == weights.shape and x.shape[1] % 64 == 0, (x.shape, weights.shape)
+    assert x.dtype == weights.dtype == torch.float32 and _dense(x) and _dense(weights), (x.dtype, weights.dtype)
+    for each in (rows, top_k, top_p, min_p, uniform):
+        assert each.shape == rows.shape and each.dim() == 1 and each.is_contiguous(), (each.shape, each.stride())
+    assert rows.dtype == top_k.dtype == torch.int64, (rows.dtype, top_k.dtype)
+    assert top_p.dtype == min_p.dtype == uniform.dtype == torch.float64, (top_p.dtype, min_p.dtype, uniform.dtype)
+    drawn: torch.Tensor = _serve("draw_truncated", x)(x, weights, rows, top_k, top_p, min_p, uniform)
+    return drawn
+
+
 def _serve(op: str, tensor: torch.Tensor, formats: KVFormats | None = None) -> Any:
     return choose(op, "cpu" if tensor.is_cpu else tensor.device.type, tensor.dtype, formats).function
 

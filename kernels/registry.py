@@ -20,6 +20,7 @@ PROVIDERS = (
     "kernels.cpu.store",
     "kernels.cpu.linear",
     "kernels.cpu.elementwise",
+    "kernels.cpu.truncation",
     "kernels.reference",
 )
 """Modules with a `CANDIDATES` tuple, in order of preference. The reference comes last and accepts everything."""

@@ -12,6 +12,7 @@ from kernels.reference.attention import paged_attention
 from kernels.reference.elementwise import add_rms_norm, gate_mul, gather_rows, rms_norm, rotary
 from kernels.reference.linear import pack_linear, pack_linear_int8
 from kernels.reference.pages import copy_blocks, store_kv
+from kernels.reference.truncation import draw_truncated
 from kernels.registry import Accepted, Candidate
 
 NAME = "torch reference"
@@ -37,5 +38,6 @@ CANDIDATES = tuple(
         store_kv,
         paged_attention,
         copy_blocks,
+        draw_truncated,
     )
 )

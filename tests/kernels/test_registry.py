@@ -18,6 +18,7 @@ OPS = (
     "store_kv",
     "paged_attention",
     "copy_blocks",
+    "draw_truncated",
 )
 
 

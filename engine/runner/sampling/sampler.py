@@ -18,12 +18,12 @@ import torch
 from engine.messages import TokenLogprobs
 from engine.ports import Masks
 from engine.runner.request_rows import RequestRows, Slots
-from engine.runner.sampling.distribution import F64, LANES, Ids, draw, group_sums, padded
+from engine.runner.sampling.distribution import F64, Ids, draw, group_sums, padded
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.parameters import SamplingColumns
 from engine.runner.sampling.philox import uniforms
 from engine.runner.sampling.processors import Constrained, process
-from engine.runner.sampling.truncation import draw_truncated, truncate
+from kernels import ops
 
 CHUNK_BYTES = 8 * 2**20
 """fp32 logits worked on at a time: they stay in the CPU's caches, and memory does not grow with the batch."""
@@ -165,17 +165,17 @@ class Sampler:
         x.sub_(x.amax(dim=1, keepdim=True)).div_(torch.from_numpy(columns.temperature[slots])[:, None])
         weights, sums = self._work[0, : len(x)], self._work[1, : len(x)]
         torch.exp(x, out=weights)
-        cumulative: F64 = group_sums(weights, sums).cumsum(axis=1, dtype=np.float64)
         uniform = uniforms(columns.seed[slots], columns.index[slots], self.rows.lengths[slots].astype(np.uint64))
-        token_ids = draw(weights.numpy(), cumulative, uniform)
         top_k, top_p, min_p = columns.top_k[slots], columns.top_p[slots], columns.min_p[slots]
-        truncated = np.flatnonzero((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
-        if len(truncated):
-            group_max = x.view(len(x), LANES, -1).amax(dim=1).numpy()
-            for place in truncated.tolist():
-                limits = int(top_k[place]), float(top_p[place]), float(min_p[place])
-                kept = truncate(x[place].numpy(), group_max[place], cumulative[place, -1], limits)
-                token_ids[place] = draw_truncated(*kept, uniform[place])
+        is_truncated = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+        token_ids = np.zeros(len(x), np.int64)
+        if not is_truncated.all():
+            cumulative: F64 = group_sums(weights, sums).cumsum(axis=1, dtype=np.float64)
+            token_ids = draw(weights.numpy(), cumulative, uniform)
+        rows = np.flatnonzero(is_truncated)
+        if len(rows):
+            limits = [torch.from_numpy(each[rows]) for each in (top_k, top_p, min_p, uniform)]
+            token_ids[rows] = ops.draw_truncated(x, weights, torch.from_numpy(rows), *limits).numpy()
         return token_ids
 
     def _logprobs(self, logits: torch.Tensor, places: Ids, slots: Slots, result: Sampled) -> None:

@@ -2,7 +2,6 @@
 and position (A40)."""
 
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from engine.messages import NewRow
 from engine.runner.request_rows import RequestRows
 from engine.runner.sampling.distribution import draw, group_sums
 from engine.runner.sampling.sampler import Sampler
-from engine.runner.sampling.truncation import draw_truncated
 from engine.sampling_params import SamplingParams
 
 
@@ -78,14 +76,6 @@ def test_a_draw_inverts_the_distribution():
     shares = np.bincount(tokens, minlength=192) / count
     assert np.abs(shares - weights[0] / weights.sum()).max() < 2 / count
     assert shares[40:60].sum() == shares[150:].sum() == 0
-
-
-def test_a_truncated_draw_inverts_the_distribution():
-    ids, weights = np.array([9, 4, 7, 30]), np.array([1.0, 0.75, 0.25, 0.25])
-    count = 9000
-    drawn = [draw_truncated(ids, weights, (place + 0.5) / count) for place in range(count)]
-    assert Counter(drawn) == {9: 4000, 4: 3000, 7: 1000, 30: 1000}
-    assert draw_truncated(ids, weights, 0.0) == 9 and draw_truncated(ids, weights, 1.0 - 2.0**-52) == 30
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from sampling_rows import INF, Row, random_logits, sample
 
+from engine.runner.sampling.distribution import largest
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.sampling_params import SamplingParams
 
@@ -58,3 +59,19 @@ def test_a20_minus_infinity_becomes_a_number():
     x[0, :40] = logits
     found = token_logprobs(x, torch.empty(2, 1, 64), np.array([7]), np.array([2]))[0]
     assert found.logprob == -9999.0 and found.rank == 40
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 63, 600])
+def test_largest_are_ordered_with_the_lower_id_first(count):
+    x = random_logits(1024, 7, dtype=torch.bfloat16).float().numpy()  # bf16: many equal numbers
+    x[[5, 900]] = 0.0
+    x[[3, 901]] = -0.0
+    x[100:120] = -INF
+    expected = np.lexsort((np.arange(1024), -x))[:count]
+    assert largest(x, x.reshape(64, -1).max(axis=0), count).tolist() == expected.tolist()
+
+
+def test_largest_leaves_out_what_is_not_finite():
+    x = np.full(64, -INF, np.float32)
+    x[[9, 4]] = [1.0, 2.0]
+    assert largest(x, x.reshape(64, -1).max(axis=0), 5).tolist() == [4, 9]
