@@ -25,6 +25,7 @@ from server.doctor import table, wrapped
 MIB = 2**20
 OWN_FLAGS = ("--gpu", "--memory", "--tp", "--context", "--lengths", "--json")
 TRIED = "octavo serve tries a quantised cache at start, and refuses one that gives nonsense with the model"
+SLOWER = "Steps are slower for it on a GPU."
 WAY_WIDTH = 35
 """Columns for the words of a way to hold the load."""
 USAGE = """\
@@ -317,6 +318,11 @@ def _advice(plan: Plan) -> list[str]:
         return [f"None of the changes above makes it fit alone{split}.", *fewer]
     if best.kind == "memory":
         return [f"The memory is there: {best.words} gives it to the KV cache."]
+    if best.kind == "weights":
+        sizes = f"{write_size(best.weight_bytes)} of weights in place of {write_size(plan.costs.weight_bytes)}"
+        memory = plan.question.memory
+        slower = [SLOWER] if memory is not None and memory.is_gpu else []
+        return [f"With this change it fits: {best.words} ({sizes}).", *slower]
     change = f"With this change it fits: {best.words} ({best.bytes_per_token:,} bytes a token)."
     return [change, f"It may be refused: {TRIED}."] if best.kind == "format" else [change]
 

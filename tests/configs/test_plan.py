@@ -183,9 +183,10 @@ def test_changes_come_in_the_order_of_their_price(models) -> None:
         ("format", "--kv-cache-dtype int8"),
         ("format", "--kv-cache-dtype int8 --kv-cache-dtype-v int4"),
         ("format", "--kv-cache-dtype int4"),
+        ("weights", "--quantization int8"),
     ]
     sizes = [each.bytes_per_token for each in found.options[1:]]
-    assert sizes == [524_288, 262_144, 131_072, 16_384, 266_240, 215_040, 163_840]
+    assert sizes == [524_288, 262_144, 131_072, 16_384, 266_240, 215_040, 163_840, 524_288]
     assert not option(found, "paging").fits
     assert option(found, "heads", "16 of 32").fits, "the most KV heads with which the load fits"
     assert found.advised == option(found, "format", "--kv-cache-dtype int8"), "of the same model"
@@ -199,7 +200,30 @@ def test_where_pages_are_enough_no_change_is_needed(models) -> None:
 
 def test_a_model_with_one_kv_head_can_only_be_quantised(models) -> None:
     found = plan(models["Gemma-3-1B"], gpu=3.5, max_num_seqs=128)
-    assert {each.kind for each in found.options} == {"reservation", "paging", "format"}
+    assert {each.kind for each in found.options} == {"reservation", "paging", "format", "weights"}
+
+
+def test_weights_in_int8_cost_less_than_a_cache_in_four_bits_on_a_cpu_and_most_on_a_gpu(models) -> None:
+    """Their figures are those of a plan with the flag."""
+    given = {"kv_cache_memory_bytes": "8GiB", "max_num_seqs": 4}
+    for place, there in ((-1, {"gpu": 20}), (-1, {}), (3, {"memory": 20})):
+        found = plan(models["Llama-2-7B"], **there, **given)
+        weights = [each for each in found.options if each.kind in ("format", "weights", "paging", "reservation")][place]
+        flagged = plan(models["Llama-2-7B"], **there, **given, quantization="int8")
+        assert weights == replace(flagged.in_pages, kind="weights", words="--quantization int8")
+        assert weights.weight_bytes == flagged.costs.weight_bytes < 0.52 * found.costs.weight_bytes
+        assert not [each for each in flagged.options if each.kind == "weights"]
+
+
+def test_weights_in_int8_are_advised_where_nothing_cheaper_makes_the_load_fit(models) -> None:
+    found = plan(models["Llama-2-7B"], memory=12, max_num_seqs=2, context=2048)
+    assert found.pool is None and found.advised == option(found, "weights")
+
+
+def test_weights_that_transformers_code_multiplies_by_stay_as_they_are() -> None:
+    calls = (LayerCall(0, 8, 8, 64, None),)
+    model = ProbedConfig("X", 1000, None, GenerationDefaults(), (4096, 4096), calls, 10**6, 0)
+    assert not [each for each in plan(model, memory=1).options if each.kind == "weights"]
 
 
 @pytest.mark.parametrize(

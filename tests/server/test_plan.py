@@ -120,6 +120,16 @@ def test_verdicts(arguments: tuple[str, ...], words: str, folder: str, capsys: p
     assert words in " ".join(capsys.readouterr().out.split())
 
 
+def test_weights_in_int8_with_their_figures(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU with what speaks against them."""
+    sizes = "--quantization int8 (6.405 GiB of weights in place of 12.55 GiB)."
+    little = ["--kv-cache-memory-bytes", "1GiB", "--max-num-seqs", "1", "--context", "2048"]
+    for memory, end in (("--memory=8.5GiB", "the end"), ("--gpu=12GiB", "Steps are slower for it on a GPU.")):
+        assert main(["plan", folder, memory, *little]) == 1, "as it is it would not be served"
+        words = " ".join(capsys.readouterr().out.split()) + " the end"
+        assert f"With this change it fits: {sizes} {end}" in words
+
+
 def test_a_quantised_format_may_be_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the check at start. The planner says so of one that is given, and of one that it advises."""
     folder = str(published_models.write(tmp_path, "Gemma-3-1B"))
