@@ -214,8 +214,8 @@ def _fewer_requests(question: Question, lengths: Lengths, load: Load) -> Option 
 
 
 def _quantised(question: Question) -> Iterator[tuple[Kind, Question, str]]:
-    """The cache and the weights, each alone. Weights in int8 cost more of an answer than the cache in int8 and less than
-    it in four bits. On a CPU they are faster too; on a GPU slower, so they come last there."""
+    """The cache and the weights, each alone. Weights in int8 change answers more than the cache in int8 does, and less
+    than the cache in four bits. On a CPU they are faster too; on a GPU slower, so they come last there."""
     changes: list[tuple[Kind, Question, str]] = [("format", *each) for each in _caches(question)]
     weights = replace(question, settings=question.settings.model_copy(update={"quantization": "int8"}))
     is_fast = question.memory is not None and not question.memory.is_gpu

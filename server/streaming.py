@@ -20,6 +20,7 @@ from server.errors import problem_of
 from server.generation import Generation
 from server.limits import disconnected
 from server.metrics import Metrics
+from server.patience import Patience
 from server.protocol.answer import DONE, PING, Answer, encode
 
 logger = logging.getLogger("octavo.server")
@@ -85,14 +86,17 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        patience = Patience(self._stall_seconds)
         try:
             async with aclosing(self._frames) as frames:
                 async for data in frames:
-                    async with asyncio.timeout(self._stall_seconds):
+                    with patience:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             logger.warning("a stream's reader took nothing for %g s: given up", self._stall_seconds)
+        finally:
+            patience.close()
 
 
 async def frames_of(
@@ -100,13 +104,13 @@ async def frames_of(
 ) -> AsyncGenerator[bytes, None]:
     """All bytes of an answer's stream. An error becomes one frame, and [DONE] follows in any case: a stream without it
     was cut off."""
-    delta = first
+    delta, patience = first, Patience(keep_alive)
     try:
         while True:
             if delta is not None and (frames := answer.frames(delta, generation.usage)):
                 yield frames
             try:
-                async with asyncio.timeout(keep_alive):
+                with patience:
                     delta = await anext(generation)
             except TimeoutError:
                 delta = None
@@ -118,6 +122,8 @@ async def frames_of(
         if problem.code == "internal_error":
             logger.exception("a stream failed")
         yield b"data: " + encode(problem.body()) + b"\n\n" + DONE
+    finally:
+        patience.close()
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:

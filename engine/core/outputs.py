@@ -37,13 +37,12 @@ def _take_tokens(request: Request, row: RowResult, output: TokenOutput) -> Finis
     """Appends the row's tokens as far as the sequence goes."""
     token_ids, new = request.token_ids, row.token_ids
     assert new, f"a row of {request.request_id} brought neither a token nor an error"
-    earliest_stop = request.num_prompt + request.params.min_tokens
     reason: FinishReason | None = None
     taken = 0
     for token in new:
         token_ids.append(token)
         taken += 1
-        if token in request.stop_ids and len(token_ids) > earliest_stop:
+        if token in request.stop_ids and len(token_ids) > request.num_prompt + request.params.min_tokens:
             reason = "stop"
             if token in request.params.stop_token_ids:
                 request.stop_reason = token
@@ -51,7 +50,9 @@ def _take_tokens(request: Request, row: RowResult, output: TokenOutput) -> Finis
         if len(token_ids) >= request.halts_at:  # what the row may have beyond a refresh was drawn from the old pages
             reason = "length" if len(token_ids) >= request.max_total else None
             break
-    output.token_ids, output.logprobs = new[:taken], row.logprobs and row.logprobs[:taken]
+    output.token_ids = new if taken == len(new) else new[:taken]
+    if row.logprobs is not None:
+        output.logprobs = row.logprobs[:taken]
     return reason
 
 

@@ -18,6 +18,7 @@ from engine.core.loop import EngineCore
 from engine.core.scheduler import Scheduler
 from engine.messages import AddRequest, CacheInfo, RowResult, StepPlan, StepResult
 from engine.ports import NoGrammar
+from engine.process import YOUNG_OBJECTS
 from engine.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -59,6 +60,7 @@ def measure(running: int) -> tuple[float, float]:
     core = build(running)
     gc.collect()
     gc.freeze()  # as the engine does when it has started
+    gc.set_threshold(YOUNG_OBJECTS)
     part, whole = [], []
     for _ in range(STEPS):
         before = core.stats()
