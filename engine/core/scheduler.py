@@ -307,7 +307,6 @@ class Scheduler:
         kv.close_step(plan.step)
         self._slots.settle(plan.step)
         outputs: list[TokenOutput] = []
-        num_generated = 0
         rows = iter(result.rows)
         for request, slot, tokens, samples in zip(requests, plan.slots, plan.num_tokens, plan.samples, strict=True):
             row = next(rows) if samples else None
@@ -333,12 +332,11 @@ class Scheduler:
             if row is not None or scores is not None or request.max_total <= request.num_confirmed:
                 output = take_row(request, row, scores, now)
                 outputs.append(output)
-                num_generated += len(output.token_ids)
+                self.counters.generated_tokens_total += len(output.token_ids)
                 if request.status is _WAITING:
                     self.waiting.num_tokens += len(output.token_ids)
                 if output.finish_reason is not None:
                     self._finish(request, output.finish_reason)
-        self.counters.generated_tokens_total += num_generated
         for request in self.refreshes.due(requests):
             self._refresh(request)
         return outputs

@@ -9,7 +9,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <vector>
+#include <stdlib.h>
+#include <string.h>
 
 namespace {
 
@@ -35,10 +36,23 @@ struct Cut {
 
 int bin_of(float x) { return static_cast<int>(std::min(-x * BINS_A_UNIT, static_cast<float>(BINS - 1))); }
 
+// Scratch of one thread. (Of the standard library's own containers the linker would keep code that others see.)
+template <class T>
+struct Array {
+    explicit Array(int64_t size) : data(static_cast<T *>(malloc(size * sizeof(T)))) {}
+    Array(const Array &) = delete;
+    ~Array() { free(data); }
+    T &operator[](int64_t i) { return data[i]; }
+
+    T *const data;
+};
+
 // The work on one row after another, and its scratch.
 class Truncation {
 public:
-    explicit Truncation(int64_t width) : width(width), maxima(width / BLOCK), tokens(width), bins(width) {}
+    explicit Truncation(int64_t width)
+        : width(width), blocks(width / BLOCK), maxima(blocks), largest(blocks), tokens(width), bins(width), counts(BINS),
+          mass(BINS), of_bin(width) {}
 
     int64_t drawn(const float *row, const float *row_weights, const Limits &limits, double uniform) {
         x = row;
@@ -55,21 +69,23 @@ public:
 
 private:
     void find_maxima() {
-        for (int64_t block = 0; block < width / BLOCK; block++) {
+        for (int64_t block = 0; block < blocks; block++) {
             float lanes[16];
-            std::copy_n(x + block * BLOCK, 16, lanes);
+            memcpy(lanes, x + block * BLOCK, sizeof lanes);
             for (int64_t i = 16; i < BLOCK; i += 16)
                 for (int j = 0; j < 16; j++) lanes[j] = std::max(lanes[j], x[block * BLOCK + i + j]);
-            maxima[block] = *std::max_element(lanes, lanes + 16);
+            maxima[block] = lanes[0];
+            for (const float lane : lanes) maxima[block] = std::max(maxima[block], lane);
         }
     }
 
     // All that stays is at least so likely. Sets `total` where it counts.
     float floor_of(const Limits &limits) {
         if (limits.top_k) {  // at least k numbers reach the k-th largest maximum
-            if (limits.top_k > static_cast<int64_t>(maxima.size())) return LOWEST;
-            largest = maxima;
-            std::nth_element(largest.begin(), largest.begin() + (limits.top_k - 1), largest.end(), std::greater<>());
+            if (limits.top_k > blocks) return LOWEST;
+            memcpy(largest.data, maxima.data, blocks * sizeof(float));
+            std::nth_element(largest.data, largest.data + (limits.top_k - 1), largest.data + blocks,
+                             [](float a, float b) { return a > b; });
             return std::max(largest[limits.top_k - 1], LOWEST);
         }
         double floor = LOWEST;
@@ -87,15 +103,15 @@ private:
 
     void fill_bins(float floor) {
         size = 0;
-        for (int64_t block = 0; block < width / BLOCK; block++) {
+        for (int64_t block = 0; block < blocks; block++) {
             if (maxima[block] < floor) continue;
             for (int64_t i = block * BLOCK; i < (block + 1) * BLOCK; i++) {
                 tokens[size] = static_cast<int32_t>(i);
                 size += x[i] >= floor;
             }
         }
-        counts.assign(BINS, 0);
-        mass.assign(BINS, 0);
+        memset(counts.data, 0, BINS * sizeof(int64_t));
+        memset(mass.data, 0, BINS * sizeof(double));
         last = 0;
         for (int64_t i = 0; i < size; i++) {
             const int bin = bin_of(x[tokens[i]]);
@@ -108,18 +124,18 @@ private:
     }
 
     // The tokens of a bin, most likely first, of equals the lower one.
-    const std::vector<int32_t> &members(int bin) {
-        if (sorted == bin) return of_bin;
-        of_bin.clear();
+    const int32_t *members(int bin) {
+        if (sorted == bin) return of_bin.data;
+        int32_t *end = of_bin.data;
         for (int64_t i = 0; i < size; i++)
-            if (bins[i] == bin) of_bin.push_back(tokens[i]);
+            if (bins[i] == bin) *end++ = tokens[i];
         const auto before = [this](int32_t a, int32_t b) { return x[a] != x[b] ? x[a] > x[b] : a < b; };
-        if (!std::is_sorted(of_bin.begin(), of_bin.end(), before)) std::sort(of_bin.begin(), of_bin.end(), before);
+        if (!std::is_sorted(of_bin.data, end, before)) std::sort(of_bin.data, end, before);
         sorted = bin;
-        return of_bin;
+        return of_bin.data;
     }
 
-    Cut by_count(int64_t count) const {
+    Cut by_count(int64_t count) {
         for (int bin = 0; bin <= last; bin++) {
             if (counts[bin] >= count) return {bin, count};
             count -= counts[bin];
@@ -132,12 +148,10 @@ private:
         double sum = 0;
         for (int bin = 0; bin <= last; sum += mass[bin++]) {
             if (sum + mass[bin] < wanted) continue;
-            int64_t inside = 0;
-            for (const int32_t token : members(bin)) {
-                inside++;
-                if ((sum += weights[token]) >= wanted) break;
-            }
-            return {bin, inside};
+            const int32_t *inside = members(bin);
+            int64_t i = 0;
+            while (i < counts[bin] && sum < wanted) sum += weights[inside[i++]];
+            return {bin, std::max<int64_t>(i, 1)};
         }
         return {last, counts[last]};
     }
@@ -145,14 +159,16 @@ private:
     Cut by_logit(double floor) {
         const int bin = bin_of(static_cast<float>(floor));
         if (bin > last) return {last, counts[last]};
-        const auto &inside = members(bin);
-        return {bin, std::count_if(inside.begin(), inside.end(), [&](int32_t token) { return x[token] >= floor; })};
+        const int32_t *inside = members(bin);
+        int64_t i = 0;
+        while (i < counts[bin] && x[inside[i]] >= floor) i++;
+        return {bin, i};
     }
 
     double weight_of(const Cut &cut) {
         double sum = 0;
         for (int bin = 0; bin < cut.bin; bin++) sum += mass[bin];
-        const auto &inside = members(cut.bin);
+        const int32_t *inside = members(cut.bin);
         for (int64_t i = 0; i < cut.inside; i++) sum += weights[inside[i]];
         return sum;
     }
@@ -162,25 +178,25 @@ private:
         double sum = 0;
         int bin = 0;
         for (; bin < cut.bin && sum + mass[bin] <= target; bin++) sum += mass[bin];
-        const auto &inside = members(bin);
+        const int32_t *inside = members(bin);
         const int64_t count = bin < cut.bin ? counts[bin] : cut.inside;
         int64_t i = 0;
         while (i + 1 < count && (sum += weights[inside[i]]) <= target) i++;
         return inside[i];
     }
 
-    const int64_t width;
+    const int64_t width, blocks;
     const float *x = nullptr, *weights = nullptr;
     double total = 0;
-    std::vector<float> maxima, largest;
+    Array<float> maxima, largest;
     int64_t size = 0;
-    std::vector<int32_t> tokens;  // that reach the floor: `size` of them, ascending
-    std::vector<uint16_t> bins;   // of each
-    std::vector<int64_t> counts;
-    std::vector<double> mass;
+    Array<int32_t> tokens;  // that reach the floor: `size` of them, ascending
+    Array<uint16_t> bins;   // of each
+    Array<int64_t> counts;
+    Array<double> mass;
     int last = 0;  // the last bin that is not empty
     int sorted = -1;
-    std::vector<int32_t> of_bin;  // of bin `sorted`
+    Array<int32_t> of_bin;  // of bin `sorted`
 };
 
 }  // namespace
