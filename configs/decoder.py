@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from configs.gguf_forms import StoredForms
 from configs.kv import KVFormat, LayerKV
 from configs.model import (
     ITEMSIZE,
     DType,
     GenerationDefaults,
-    Quantization,
     SizedConfig,
+    WeightFormat,
     architecture,
     declared_dtype,
 )
@@ -58,6 +59,12 @@ class DecoderConfig(SizedConfig):
     """What attention and MLP add is normed too."""
     embedding_scale: float
     tie_word_embeddings: bool
+    stored: StoredForms | None = None
+    """In what codes a GGUF file has the weights of linear layers, if in any."""
+
+    @property
+    def has_codes(self) -> bool:
+        return self.stored is not None
 
     @property
     def window(self) -> int:
@@ -75,11 +82,13 @@ class DecoderConfig(SizedConfig):
         embedding = 0 if self.tie_word_embeddings else self._embedding_parameters
         return embedding + self._linear_parameters + self._bias_parameters + self._norm_parameters
 
-    def weight_bytes(self, dtype: DType, quantization: Quantization = "none") -> int:
+    def weight_bytes(self, dtype: DType, quantization: WeightFormat = "none") -> int:
         """Memory of the loaded weights. A tied head is a second, packed copy of the embedding table."""
         size = ITEMSIZE[dtype]
         if quantization == "int8":
             linear = self._linear_parameters + self._linear_outputs * ITEMSIZE["float32"]
+        elif quantization == "stored":
+            linear = self._stored_linear_bytes(size)
         else:
             linear = self._linear_parameters * size
         norm_size = ITEMSIZE["float32"] if self.zero_centred_norms else size
@@ -95,17 +104,34 @@ class DecoderConfig(SizedConfig):
         return self.vocab_size * self.hidden_size
 
     @property
+    def _linears(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of the linear layers of one layer, by their names in `LayerForms`."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "qkv": (queries + 2 * keys, self.hidden_size),
+            "o": (self.hidden_size, queries),
+            "gate_up": (2 * self.intermediate_size, self.hidden_size),
+            "down": (self.hidden_size, self.intermediate_size),
+        }
+
+    @property
     def _linear_parameters(self) -> int:
         """Of the weights that are multiplied by, the head's too."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention, mlp = 2 * queries + 2 * keys, 3 * self.intermediate_size
-        return self.hidden_size * (self.vocab_size + self.num_layers * (attention + mlp))
+        one = sum(outputs * inputs for outputs, inputs in self._linears.values())
+        return self._embedding_parameters + self.num_layers * one
 
     @property
     def _linear_outputs(self) -> int:
-        attention = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + self.hidden_size
-        mlp = 2 * self.intermediate_size + self.hidden_size
-        return self.vocab_size + self.num_layers * (attention + mlp)
+        return self.vocab_size + self.num_layers * sum(outputs for outputs, _ in self._linears.values())
+
+    def _stored_linear_bytes(self, size: int) -> int:
+        """size: of a number that is not in codes."""
+        assert self.stored is not None
+        numbers = [(self.stored.head, self._embedding_parameters)]
+        for layer in self.stored.layers:
+            for name, (outputs, inputs) in self._linears.items():
+                numbers.append((getattr(layer, name), outputs * inputs))
+        return sum(count * size if form is None else form.bytes_of(count) for form, count in numbers)
 
     @property
     def _bias_parameters(self) -> int:

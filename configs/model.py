@@ -22,8 +22,11 @@ from configs.sampling_limits import RANGES
 
 DType = Literal["bfloat16", "float16", "float32"]
 ITEMSIZE: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-Quantization = Literal["none", "int8"]
-"""Of the weights of linear layers. none: they have the model's dtype; int8: one scale for each output."""
+Quantization = Literal["auto", "none", "int8"]
+"""What may be asked for the weights of linear layers. auto: none, but what a GGUF file has in codes stays as it is."""
+WeightFormat = Literal["none", "int8", "stored"]
+"""What they are kept in. none: the model's dtype; int8: with one scale for each output; stored: the codes of the file,
+where it has any."""
 MAX_WINDOW = 2**24
 """Tokens of a sequence: positions are tabulated, and the pages of a sequence named, for each of them. No published
 model has more."""
@@ -77,8 +80,19 @@ class SizedConfig(ModelConfig, ABC):
     def num_parameters(self) -> int:
         """Numbers stored in the checkpoint; a tied head counts once."""
 
+    @property
+    def has_codes(self) -> bool:
+        """Weights of linear layers can be kept in codes of the file."""
+        return False
+
+    def weight_format(self, asked: Quantization, is_gpu: bool) -> WeightFormat:
+        """On a GPU, which has no kernel of its own for codes, those of a file are unpacked."""
+        if asked != "auto":
+            return asked
+        return "stored" if self.has_codes and not is_gpu else "none"
+
     @abstractmethod
-    def weight_bytes(self, dtype: DType, quantization: Quantization = "none") -> int:
+    def weight_bytes(self, dtype: DType, quantization: WeightFormat = "none") -> int:
         """Memory of the loaded weights. Raises `StartupError` where the model cannot be quantised."""
 
     def table_bytes(self, window: int) -> int:
@@ -110,19 +124,21 @@ class ModelFiles:
     config: Fields
     """Under the keys of config.json, a GGUF's too."""
     generation: GenerationDefaults
-    is_gguf: bool
+    gguf: GGUFFile | None
 
     @classmethod
     def read(cls, path: Path) -> "ModelFiles":
         """Raises `StartupError` for what is missing or cannot be read."""
+        gguf = None
         if path.is_file():
-            config, generation = gguf_fields(GGUFFile.read(path))
+            gguf = GGUFFile.read(path)
+            config, generation = gguf_fields(gguf)
         elif not path.exists():
             raise StartupError(f"--model: {path} does not exist.")
         else:
             config = read_json(path / "config.json")
             generation = read_json(path / "generation_config.json", needed=False)
-        return cls(config, _generation(generation), path.is_file())
+        return cls(config, _generation(generation), gguf)
 
     @property
     def architecture(self) -> str:

@@ -85,10 +85,14 @@ class Question:
         """What one GPU holds."""
         return rank_of(self.model, self.ranks)
 
+    def costs_of(self, model: SizedConfig) -> Costs:
+        is_gpu = self.ranks > 1 or (self.memory is not None and self.memory.is_gpu)
+        return Costs.of(self.settings, model, self.dtype, is_gpu)
+
     @cached_property
     def costs(self) -> Costs:
         """Of one GPU."""
-        return Costs.of(self.settings, self.rank, self.dtype)
+        return self.costs_of(self.rank)
 
     @cached_property
     def sized(self) -> tuple[PoolPlan | None, str]:

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from configs.errors import SettingsError
 from configs.kv import KVLayout, WindowPages
 from configs.kv_flags import PLAIN, kv_layers
-from configs.model import DType, SizedConfig
+from configs.model import DType, SizedConfig, WeightFormat
 from configs.refresh import scratch_bytes
 from configs.setting_types import write_size
 from configs.settings import Settings
@@ -98,9 +98,11 @@ class Costs:
     """Set aside on a GPU. On a CPU it comes out of what the pools leave."""
     refresh_bytes: int
     """The full-precision copy of one sequence that --kv-refresh-interval works in; 0 without it."""
+    quantization: WeightFormat
+    """What weights of linear layers are kept in."""
 
     @classmethod
-    def of(cls, settings: Settings, model: SizedConfig, dtype: DType) -> "Costs":
+    def of(cls, settings: Settings, model: SizedConfig, dtype: DType, is_gpu: bool = False) -> "Costs":
         """dtype: what the model computes in (--dtype, resolved). Raises `StartupError` for a setting that the model
         cannot have."""
         window = model.effective_window(settings.max_model_len)
@@ -108,12 +110,13 @@ class Costs:
         layout = KVLayout.of(layers, settings.block_size, window)
         sizes = {"vocab_size": model.vocab_size, "num_parameters": model.num_parameters}
         step = step_bytes(settings, layout, window=window, **sizes)
-        weights = model.weight_bytes(dtype, settings.quantization) + model.table_bytes(window)
+        quantization = model.weight_format(settings.quantization, is_gpu)
+        weights = model.weight_bytes(dtype, quantization) + model.table_bytes(window)
         weights += sum(layer.fit_bytes for layer in layers)
         refresh = 0
         if settings.kv_refresh_interval is not None:
             refresh = scratch_bytes(layout, PLAIN[dtype], window)
-        return cls(layout, window, weights, step, refresh)
+        return cls(layout, window, weights, step, refresh, quantization)
 
     def work(self, memory: Memory) -> dict[str, int]:
         """Bytes that are set aside beside weights and pools, and what for."""
@@ -125,11 +128,12 @@ class Costs:
         return {name: size for name, size in sizes.items() if size}
 
 
-def weights_in_words(settings: Settings, costs: Costs, dtype: DType) -> str:
+def weights_in_words(costs: Costs, dtype: DType) -> str:
     size = write_size(costs.weight_bytes)
-    if settings.quantization == "none":
+    if costs.quantization == "none":
         return f"{size} in {dtype}"
-    return f"{size}: linear layers in {settings.quantization}, all else in {dtype}"
+    kept = "as the file has them" if costs.quantization == "stored" else f"in {costs.quantization}"
+    return f"{size}: linear layers {kept}, all else in {dtype}"
 
 
 @dataclass(frozen=True)

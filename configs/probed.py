@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.errors import StartupError
 from configs.kv import KVFormat, LayerKV
-from configs.model import ITEMSIZE, DType, ModelConfig, Quantization, SizedConfig
+from configs.model import ITEMSIZE, DType, ModelConfig, SizedConfig, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ProbedConfig(SizedConfig):
     def num_parameters(self) -> int:
         return self.parameters
 
-    def weight_bytes(self, dtype: DType, quantization: Quantization = "none") -> int:
+    def weight_bytes(self, dtype: DType, quantization: WeightFormat = "none") -> int:
         if quantization != "none":
             raise StartupError(
                 f"--quantization {quantization} is for architectures that Octavo has code of its own for. "

@@ -90,11 +90,12 @@ class Settings(BaseModel):
         ("auto", "bfloat16 where the device computes in it, else float32, or float16 on a GPU that is fast in it"),
     )
     quantization: Quantization = setting(
-        "none",
+        "auto",
         "Model",
         "",
         "Number format in which the weights of linear layers are kept, the head's among them. int8: half of what "
         "bfloat16 takes, faster while few sequences run, answers change a little. none: the format that --dtype says.",
+        ("auto", "none, but on a CPU what a GGUF file has in 4 to 8 bits stays so, which changes no answer"),
     )
     max_model_len: WindowSize = setting(
         None,

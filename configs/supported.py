@@ -6,6 +6,7 @@ from pathlib import Path
 
 from configs.decoder import FAMILIES
 from configs.errors import StartupError
+from configs.gguf_forms import StoredForms
 from configs.model import ModelConfig, ModelFiles, architecture, declared_dtype
 from configs.model_fields import MAX_SIZE, MIN_POSITIONS, Fields
 from configs.model_gguf import GGUF_ARCHITECTURES
@@ -61,8 +62,9 @@ def read_model(path: Path) -> ModelConfig:
     if family is not None:
         if _experts(files.config):
             raise refusal(files.config, "mixtures of experts are not supported in this architecture")
-        return replace(family.read(files.config), generation=files.generation)
-    if files.is_gguf:
+        model = replace(family.read(files.config), generation=files.generation)
+        return model if files.gguf is None else replace(model, stored=StoredForms.of(files.gguf, model.num_layers))
+    if files.gguf is not None:
         raise refusal(files.config, "this architecture is not supported as GGUF")
     return ModelConfig(
         files.architecture, files.config.integer("vocab_size"), declared_dtype(files.config), files.generation

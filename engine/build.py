@@ -61,7 +61,7 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
             window,
             lambda fraction: report(EngineLoading("loading weights", fraction)),
             device.place,
-            settings.quantization,
+            config.weight_format(settings.quantization, device.is_gpu),
         )
     device.settle()
     report(EngineLoading("warming up", 1.0))
@@ -116,21 +116,21 @@ def _cache_info(settings: Settings, layout: KVLayout, plan: PoolPlan, device: De
 
 def plan_pool(settings: Settings, config: SizedConfig, device: Device) -> tuple[KVLayout, PoolPlan]:
     """What a page holds and how many there will be. Raises `SettingsError`, which names the flag to change."""
-    costs = Costs.of(settings, config, device.dtype_name)
+    costs = Costs.of(settings, config, device.dtype_name, device.is_gpu)
     return costs.layout, size_pools(settings, costs, Memory(device.free_bytes, device.is_gpu))
 
 
 def _summary(name: str, settings: Settings, config: SizedConfig, device: Device, plan: PoolPlan) -> dict[str, str]:
     """The start-up block's lines, in order."""
-    costs = Costs.of(settings, config, device.dtype_name)
+    costs = Costs.of(settings, config, device.dtype_name, device.is_gpu)
     layout = costs.layout
     return {
         "model": f"{name} ({config.title})",
         "dtype": device.dtype_name + (f" ({device.dtype_note})" if device.dtype_note else ""),
-        "weights": weights_in_words(settings, costs, device.dtype_name),
+        "weights": weights_in_words(costs, device.dtype_name),
         "device": device.words,
         "attention": attention_in_words(layout, device),
-        "linear": _kernel("pack_linear" if settings.quantization == "none" else "pack_linear_int8", device),
+        "linear": _kernel("pack_linear" if costs.quantization == "none" else "pack_coded_linear", device),
         "KV format": describe(settings, layout, device.dtype_name),
         "KV pool": _pools(plan, layout),
         "fits": f"{plan.full_sequences:.1f} requests of the full {plan.max_model_len} tokens",

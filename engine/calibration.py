@@ -65,7 +65,8 @@ def calibrate(
         report("loading weights", fraction)
 
     with device.enough_memory("the weights"):
-        model = load_model(source.path, config, device.dtype, window, loading, device.place, settings.quantization)
+        quantization = config.weight_format(settings.quantization, device.is_gpu)
+        model = load_model(source.path, config, device.dtype, window, loading, device.place, quantization)
     layers = config.kv_layers(PLAIN[device.dtype_name])
     largest = Largest(layers, device.place)
 

@@ -194,7 +194,7 @@ def model(settings: Settings, device: Device) -> dict[str, str]:
     if settings.kv_refresh_interval is not None:
         size = scratch_bytes(layout, PLAIN[device.dtype_name], plan.max_model_len)
         refresh = {"refresh": refresh_in_words(settings, size)}
-    weights = config.weight_bytes(device.dtype_name, settings.quantization)
+    weights = config.weight_bytes(device.dtype_name, config.weight_format(settings.quantization, device.is_gpu))
     return {
         "model": f"{source.name} ({config.title})",
         "found at": f"{source.path} ({source.origin})",

@@ -33,6 +33,10 @@ class Int8Weight:
         codes = torch.empty((outputs, inputs), dtype=torch.int8, device=device)
         return cls(codes, torch.empty(outputs, device=device))
 
+    def rows(self, some: slice) -> "Int8Weight":
+        """Of some outputs."""
+        return Int8Weight(self.codes[some], self.scales[some])
+
     def fill(self, rows: slice, weight: torch.Tensor) -> None:
         """Quantises `weight` (any float dtype, any device) into these rows, a part at a time.
 

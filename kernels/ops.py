@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from configs.kv import KVFormat, KVHalf, KVSpec, LayerKV
+from kernels.grouped_weight import GroupedWeight
 from kernels.int8_weight import Int8Weight
 from kernels.registry import KVFormats, choose
 
@@ -20,6 +21,9 @@ Gate = Literal["silu", "gelu_tanh"]
 """What is done to the numbers that gate others: SwiGLU, GeGLU (Shazeer 2020); tanh: the approximation of GELU by it."""
 
 GATES: tuple[Gate, ...] = get_args(Gate)
+
+CodedWeight = Int8Weight | GroupedWeight
+"""Weights in codes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,18 +181,20 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Ga
     return packed
 
 
-def pack_linear_int8(
-    weight: Int8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None, gate: Gate | None = None
+def pack_coded_linear(
+    weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None, gate: Gate | None = None
 ) -> PackedLinear:
-    """`pack_linear` of a weight in int8, for x of `dtype`, which `bias` has too.
+    """`pack_linear` of a weight in codes, for x of `dtype`, which `bias` has too.
 
-    Products of x and codes are summed in fp32 as those of any weight; each sum is multiplied by its output's scale, and
-    the bias added, in fp32 too, before it is rounded.
+    In int8, products of x and codes are summed in fp32 as those of any weight; each sum is multiplied by its output's
+    scale, and the bias added, in fp32 too, before it is rounded. In groups, the layer is that of `weight.widened()`,
+    rounded to `dtype`: in the same bits where our own kernels compute.
     """
-    assert bias is None or (bias.shape == weight.scales.shape and bias.dtype == dtype), (bias.shape, bias.dtype)
-    assert gate is None or (gate in GATES and len(weight.codes) % 2 == 0), (gate, weight.codes.shape)
+    outputs = len(weight.codes)
+    assert bias is None or (bias.shape == (outputs,) and bias.dtype == dtype), (bias.shape, bias.dtype)
+    assert gate is None or (gate in GATES and outputs % 2 == 0), (gate, outputs)
     device = "cpu" if weight.codes.is_cpu else weight.codes.device.type
-    packed: PackedLinear = choose("pack_linear_int8", device, dtype).function(weight, dtype, bias, gate)
+    packed: PackedLinear = choose("pack_coded_linear", device, dtype).function(weight, dtype, bias, gate)
     return packed
 
 

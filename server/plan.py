@@ -166,7 +166,7 @@ def _model(plan: Plan, name: dict[str, str]) -> dict[str, str]:
     return {
         "name": f"{name['name']} ({name['origin']})",
         "sizes": model.title,
-        "weights": weights_in_words(plan.question.settings, costs, plan.question.dtype) + _each(plan),
+        "weights": weights_in_words(costs, plan.question.dtype) + _each(plan),
         "window": f"{costs.window:,} tokens",
     }
 
@@ -352,7 +352,7 @@ def as_json(plan: Plan, name: dict[str, str]) -> dict[str, Any]:
             "window": costs.window,
         },
         "dtype": question.dtype,
-        "quantization": question.settings.quantization,
+        "quantization": costs.quantization,
         "gpus": question.ranks,
         "weight_bytes": costs.weight_bytes,
         "kv": {

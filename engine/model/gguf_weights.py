@@ -1,4 +1,4 @@
-"""Weights of a GGUF file under Hugging Face's names, dequantised tensor by tensor."""
+"""Weights of a GGUF file under Hugging Face's names: tensor by tensor dequantised, or their codes."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from configs.decoder import DecoderConfig
-from configs.gguf_file import GGUFFile
+from configs.gguf_file import GGUFFile, GGUFTensor
+from configs.gguf_forms import CodeForm, form_of
+from engine.model.gguf_codes import read_codes
+from kernels.grouped_weight import GroupedWeight
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -57,6 +60,7 @@ class GGUFSource:
     where: str
     shapes: Mapping[str, tuple[int, ...]]
     unreadable: Mapping[str, str]
+    forms: Mapping[str, CodeForm]
 
     def __init__(self, path: Path, config: DecoderConfig) -> None:
         self.where = str(path)
@@ -69,19 +73,37 @@ class GGUFSource:
         self._data = np.memmap(path, mode="r").view(np.ndarray)  # slices of a memmap object itself are slow
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.unreadable = {}
+        found = {name: form_of(tensor.type) for name, tensor in self._tensors.items()}
+        self.forms = {name: form for name, form in found.items() if form is not None}
 
     def read(self, name: str) -> torch.Tensor:
         """fp32, a fresh tensor."""
         tensor = self._tensors[name]
-        data = self._data[tensor.offset : tensor.offset + self._file.bytes_of(tensor)]
-        values = gguf.quants.dequantize(data.reshape(*tensor.shape[:-1], -1), Kind(tensor.type))
-        if self._config.architecture in INTERLEAVED and ".attn_q." in tensor.name:
-            values = _half_split(values, self._config.num_heads)
-        elif self._config.architecture in INTERLEAVED and ".attn_k." in tensor.name:
-            values = _half_split(values, self._config.num_kv_heads)
+        values = gguf.quants.dequantize(self._bytes_of(tensor), Kind(tensor.type))
+        if heads := self._interleaved_heads(tensor):
+            values = _half_split(values, heads)
         elif self._config.zero_centred_norms and tensor.name.endswith("norm.weight"):
             values = values - np.float32(1.0)  # the file has what the norm multiplies by
         return torch.from_numpy(np.require(values, np.float32, ("C", "W")))
+
+    def read_codes(self, name: str) -> GroupedWeight:
+        tensor = self._tensors[name]
+        weight = read_codes(self._bytes_of(tensor), tensor.type)
+        if heads := self._interleaved_heads(tensor):
+            return weight.rows(torch.from_numpy(_half_split(np.arange(tensor.shape[0]), heads)))
+        return weight
+
+    def _bytes_of(self, tensor: GGUFTensor) -> np.ndarray:
+        """uint8 [outputs, bytes of a row]"""
+        data = self._data[tensor.offset : tensor.offset + self._file.bytes_of(tensor)]
+        return data.reshape(*tensor.shape[:-1], -1)
+
+    def _interleaved_heads(self, tensor: GGUFTensor) -> int:
+        """Heads whose rows llama.cpp's converter reordered; 0: it did not."""
+        if self._config.architecture not in INTERLEAVED:
+            return 0
+        of = {"attn_q": self._config.num_heads, "attn_k": self._config.num_kv_heads}
+        return of.get(tensor.name.split(".")[-2], 0)
 
 
 def _name(name: str, names: Mapping[str, str]) -> str:

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from configs.decoder import FAMILIES, DecoderConfig
-from configs.model import Quantization, SizedConfig
+from configs.model import SizedConfig, WeightFormat
 from configs.supported import read_model
 from engine.model.base import Architecture, CausalLM
 from engine.model.gguf_weights import GGUFSource
 from engine.model.layers.linear import Linear
-from engine.model.weights import SafetensorsSource, WeightSource, load_weights
+from engine.model.weights import SafetensorsSource, load_weights
 
 CPU = torch.device("cpu")
 
@@ -38,14 +38,14 @@ def load_model(
     max_model_len: int,
     progress: Callable[[float], None],
     device: torch.device = CPU,
-    quantization: Quantization = "none",
+    quantization: WeightFormat = "none",
 ) -> CausalLM:
     """The model in `path` (folder of safetensors or .gguf file), in eval mode and without gradients.
 
     `config` is `read_config`'s; `max_model_len` is the effective window, which fixes the rotary tables; `progress` gets
     the fraction loaded. Every weight goes to `device` as it is read (of a class of transformers, once it is whole), and
-    is packed for it there. quantization: of linear layers, in architectures of ours. Raises `StartupError` for weights
-    that are missing, damaged or do not fit.
+    is packed for it there. quantization: of linear layers, in architectures of ours. Raises `StartupError` for
+    weights that are missing, damaged or do not fit.
     """
     window = config.effective_window(max_model_len)
     if not isinstance(config, DecoderConfig):
@@ -54,12 +54,13 @@ def load_model(
 
         assert isinstance(config, TransformersConfig) and quantization == "none"  # else `weight_bytes` has refused
         return load_transformers_model(config, dtype, window, progress, device)
-    source: WeightSource = GGUFSource(path, config) if path.is_file() else SafetensorsSource(path)
+    gguf = GGUFSource(path, config) if path.is_file() else None
+    source = gguf or SafetensorsSource(path)
     module = import_module(f"engine.model.archs.{FAMILIES[config.architecture].module}")
     with torch.device(device):
         model: Architecture = module.Model(config, dtype, window)
     for layer in model.modules():
         if isinstance(layer, Linear) and quantization == "int8":
             layer.quantise()
-    load_weights(model, source, progress)
+    load_weights(model, source, progress, gguf if quantization == "stored" else None)
     return model.eval()

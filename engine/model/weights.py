@@ -10,12 +10,15 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from configs.gguf_forms import CodeForm, common_form
 from configs.model_fields import read_weight_map
 from engine.errors import StartupError
 from engine.model.base import Architecture, Destination
+from engine.model.layers.linear import Linear
+from kernels.grouped_weight import GroupedWeight
 
 INDEX = "model.safetensors.index.json"
-HEAD = "lm_head.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5", "*.gguf")
 FLOATS = {"BF16", "F16", "F32"}
 """Kinds of numbers that are read, as safetensors calls them."""
@@ -35,23 +38,62 @@ class WeightSource(Protocol):
         """The tensor, in any float dtype; may be a view of the mapped file. Raises `StartupError` if it is damaged."""
 
 
-def load_weights(model: Architecture, source: WeightSource, progress: Callable[[float], None]) -> None:
+class CodeSource(Protocol):
+    """The same checkpoint, where linear layers can keep weights in its codes."""
+
+    forms: Mapping[str, CodeForm]
+    """Of the weights that are in codes."""
+
+    def read_codes(self, name: str) -> GroupedWeight:
+        """One of those, in its form: a fresh one."""
+
+
+def load_weights(
+    model: Architecture, source: WeightSource, progress: Callable[[float], None], codes: CodeSource | None = None
+) -> None:
     """Fills every module of `model`; calls `progress` with the fraction of numbers loaded.
+
+    With `codes` a linear layer keeps those, unless it fuses weights of which one has none. A tied head keeps those of
+    the embedding.
 
     Raises `StartupError` naming the weight that is missing, unexpected, of another shape or damaged.
     """
     destinations = model.destinations()
-    if model.config.tie_word_embeddings and HEAD not in source.shapes:
-        del destinations[HEAD]
+    tied = model.config.tie_word_embeddings and HEAD not in source.shapes
+    head = destinations.pop(HEAD) if tied else destinations[HEAD]
     _check(destinations, source)
+    keepers = {} if codes is None else _keepers(destinations, codes.forms)
     total = sum(_count(destination.shape) for destination in destinations.values())
     done = 0
     for name, destination in destinations.items():
-        destination.load(source.read(name))
+        if codes is not None and name in keepers:
+            keepers[name].load_codes(destination.shard, codes.read_codes(name))
+        else:
+            destination.load(source.read(name))
         done += _count(destination.shape)
         progress(done / total)
-    if HEAD not in destinations:
+    if not tied:
+        return
+    if codes is not None and EMBEDDING in codes.forms:
+        [layer] = _keepers({EMBEDDING: head}, codes.forms).values()
+        layer.load_codes(head.shard, codes.read_codes(EMBEDDING))
+    else:
         model.tie_head()
+
+
+def _keepers(destinations: Mapping[str, Destination], forms: Mapping[str, CodeForm]) -> dict[str, Linear]:
+    """Tells linear layers whose weights all have a form to keep codes. Names of those weights -> layer."""
+    names_of: dict[Linear, list[str]] = {}
+    for name, destination in destinations.items():
+        if isinstance(destination.module, Linear) and destination.part == "weight":
+            names_of.setdefault(destination.module, []).append(name)
+    keepers: dict[str, Linear] = {}
+    for layer, names in names_of.items():
+        form = common_form(forms.get(name) for name in names)
+        if form is not None:
+            layer.keep_codes(form)
+            keepers |= dict.fromkeys(names, layer)
+    return keepers
 
 
 def _check(destinations: Mapping[str, Destination], source: WeightSource) -> None:

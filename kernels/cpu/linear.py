@@ -17,6 +17,7 @@ from kernels.cpu.elementwise import GATES
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
 from kernels.cpu.program import Entry, fresh
+from kernels.grouped_weight import GroupedWeight
 from kernels.int8_weight import Int8Weight
 from kernels.registry import Accepted, Candidate, Refused
 
@@ -25,6 +26,9 @@ ISAS = {
     torch.bfloat16: ("baseline", "avx2", "avx512", "avx512bf16", "amx"),
 }
 """Instruction sets that the sources have."""
+
+PAIRED = ("bf16_avx512bf16", "bf16_amx")
+"""Endings of entries that take codes in pairs, as `csrc/linear_codes.h` says."""
 
 BLOCK = 32
 """Outputs of a block of the packed weight, as in `csrc/linear.h`."""
@@ -40,6 +44,8 @@ class LinearWeight(ctypes.Structure):
     _fields_ = (
         *(("units", _PTR), ("codes", _PTR), ("scales", _PTR), ("bias", _PTR)),
         *(("n", _I64), ("k", _I64), ("depth", _I64), ("gate", _I64)),
+        *(("group", _I64), ("bits", _I64), ("lowest", _I64), ("scale_bytes", _I64), ("minimums", _I64)),
+        ("paired", _I64),
     )
 
 
@@ -119,36 +125,61 @@ class NativePacker:
         return NativeLinear(self._entry, layout, weight.dtype, units, wide)
 
 
-class NativeInt8Packer:
-    """`pack_linear_int8` for one instruction set and dtype. Keeps the memory that weights are put in."""
+class NativeCodePacker:
+    """`pack_coded_linear` for one instruction set and dtype. Keeps the memory that weights are put in."""
 
     def __init__(self, native: NativeLibrary, ending: str) -> None:
         self._pack = native.function("pack_linear_int8", (_PTR, _I64, _I64, _I64, _I64, _PTR))
+        self._pack_groups = native.function("pack_linear_groups", (_PTR, _PTR, _I64, _PTR, _PTR, _I64, _PTR))
         self._entry = Entry(native, f"linear_{ending}")
+        self._paired = ending in PAIRED
         self._memory = WeightMemory()
 
     def __call__(
         self,
-        weight: Int8Weight,
+        weight: ops.CodedWeight,
         dtype: torch.dtype,
         bias: torch.Tensor | None = None,
         gate: ops.Gate | None = None,
     ) -> NativeLinear:
-        outputs = weight.codes.shape[0] // 2 if gate else weight.codes.shape[0]
+        (columns, k), wide = weight.codes.shape, None if bias is None else per_column(bias, gate)
+        layout = LinearWeight(
+            bias=_pointer(wide),
+            n=columns // 2 if gate else columns,
+            k=k,
+            depth=depth_of(k, dtype),
+            gate=GATES[gate] if gate else 0,
+        )
+        if isinstance(weight, GroupedWeight):
+            return NativeLinear(self._entry, layout, dtype, self._groups(weight, layout, gate), wide)
+        scales = per_column(weight.scales, gate)
+        layout.scales = scales.data_ptr()
+        return NativeLinear(self._entry, layout, dtype, self._int8(weight, layout, dtype, gate), scales, wide)
+
+    def _int8(
+        self, weight: Int8Weight, layout: LinearWeight, dtype: torch.dtype, gate: ops.Gate | None
+    ) -> torch.Tensor:
         rows = rows_to_pack(weight.codes, gate)
         columns, k = rows.shape
-        depth = depth_of(k, dtype)
-        dims = depth * (4 // dtype.itemsize)
+        dims = layout.depth * (4 // dtype.itemsize)
         codes = self._memory.take(_align(columns, BLOCK) * dims)
         self._pack(rows.data_ptr(), rows.stride(0), columns, k, dims, codes.data_ptr())
-        scales, wide = per_column(weight.scales, gate), None if bias is None else per_column(bias, gate)
-        # fmt: off
-        layout = LinearWeight(
-            codes=codes.data_ptr(), scales=scales.data_ptr(), bias=_pointer(wide),
-            n=outputs, k=k, depth=depth, gate=GATES[gate] if gate else 0,
-        )
-        # fmt: on
-        return NativeLinear(self._entry, layout, dtype, codes, scales, wide)
+        layout.codes = codes.data_ptr()
+        return codes
+
+    def _groups(self, weight: GroupedWeight, layout: LinearWeight, gate: ops.Gate | None) -> torch.Tensor:
+        rows, scales = rows_to_pack(weight.codes, gate), rows_to_pack(weight.scales, gate).contiguous()
+        minimums = None if weight.minimums is None else rows_to_pack(weight.minimums, gate).contiguous()
+        layout.group, layout.bits, layout.lowest = weight.group, weight.bits, weight.lowest
+        layout.scale_bytes, layout.minimums = scales.itemsize, minimums is not None
+        layout.paired = self._paired
+        columns, k = rows.shape
+        size = scales.itemsize * (1 + layout.minimums) + weight.group * weight.bits // 8  # of a group and column
+        codes = self._memory.take(_align(columns, BLOCK) * (k // weight.group) * size)
+        given = rows.data_ptr(), rows.stride(0), scales.data_ptr(), _pointer(minimums)
+        self._pack_groups(ctypes.addressof(layout), *given, columns, codes.data_ptr())
+        layout.codes = codes.data_ptr()
+        return codes
 
 
 def rows_to_pack(weight: torch.Tensor, gate: ops.Gate | None) -> torch.Tensor:
@@ -244,5 +275,5 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 CANDIDATES = (
     *native_candidates("pack_linear", "linear", ISAS, NativePacker),
     Candidate("pack_linear", "oneDNN", _offer_onednn),
-    *native_candidates("pack_linear_int8", "linear", ISAS, NativeInt8Packer),
+    *native_candidates("pack_coded_linear", "linear", ISAS, NativeCodePacker),
 )

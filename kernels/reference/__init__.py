@@ -10,7 +10,7 @@ import torch
 
 from kernels.reference.attention import paged_attention
 from kernels.reference.elementwise import add_rms_norm, gate_mul, gather_rows, rms_norm, rotary
-from kernels.reference.linear import pack_linear, pack_linear_int8
+from kernels.reference.linear import pack_coded_linear, pack_linear
 from kernels.reference.pages import copy_blocks, store_kv
 from kernels.reference.truncation import draw_truncated
 from kernels.registry import Accepted, Candidate
@@ -34,7 +34,7 @@ CANDIDATES = tuple(
         gate_mul,
         gather_rows,
         pack_linear,
-        pack_linear_int8,
+        pack_coded_linear,
         store_kv,
         paged_attention,
         copy_blocks,

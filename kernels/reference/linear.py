@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.int8_weight import Int8Weight
+from kernels import ops
+from kernels.grouped_weight import GroupedWeight
 from kernels.ops import Gate
 from kernels.reference.elementwise import gate_mul
 
 WIDENED = 2**24
-"""Numbers of an int8 weight that are fp32 at a time."""
+"""Numbers of a weight in codes that are fp32 at a time."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Ga
 
 
 @dataclass(frozen=True)
-class TorchInt8Linear:
-    """Codes become fp32 as they are needed, some outputs at a time."""
+class TorchCodedLinear:
+    """Codes become numbers as they are needed, some outputs at a time."""
 
-    weight: Int8Weight
+    weight: ops.CodedWeight
     dtype: torch.dtype
     bias: torch.Tensor | None
     gate: Gate | None
@@ -58,17 +59,24 @@ class TorchInt8Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype is self.dtype, (x.dtype, self.dtype)
-        codes, numbers = self.weight.codes, x.float()
+        outputs = len(self.weight.codes)
         size = max(1, WIDENED // max(1, self.in_features))
-        out = x.new_empty((x.shape[0], codes.shape[0]))
-        for start in range(0, codes.shape[0], size):
+        out = x.new_empty((x.shape[0], outputs))
+        for start in range(0, outputs, size):
             some = slice(start, start + size)
-            sums = functional.linear(numbers, codes[some].float()).mul_(self.weight.scales[some])
-            out[:, some] = sums if self.bias is None else sums.add_(self.bias[some])
+            bias = None if self.bias is None else self.bias[some]
+            out[:, some] = _multiply(x, self.weight.rows(some), bias)
         return gate_mul(out, self.gate) if self.gate else out
 
 
-def pack_linear_int8(
-    weight: Int8Weight, dtype: torch.dtype, bias: torch.Tensor | None = None, gate: Gate | None = None
-) -> TorchInt8Linear:
-    return TorchInt8Linear(weight, dtype, bias, gate)
+def _multiply(x: torch.Tensor, weight: ops.CodedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(weight, GroupedWeight):
+        return functional.linear(x, weight.widened().to(x.dtype), bias)
+    sums = functional.linear(x.float(), weight.codes.float()).mul_(weight.scales)
+    return sums if bias is None else sums.add_(bias)
+
+
+def pack_coded_linear(
+    weight: ops.CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None, gate: Gate | None = None
+) -> TorchCodedLinear:
+    return TorchCodedLinear(weight, dtype, bias, gate)

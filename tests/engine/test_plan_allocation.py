@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import write_gguf
 from smollm2 import smollm2_gguf
 from torch import nn
 
@@ -116,6 +118,15 @@ def test_refreshes(name: str, tmp_path: Path) -> None:
     compare(folder, dtype="float32", kv_cache_dtype="int8", kv_cache_memory_bytes="8MiB", kv_refresh_interval=32)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q5_1, Kind.F16], ids=str)
+def test_codes_of_a_gguf_file(kind: Kind, tmp_path: Path) -> None:
+    """They are kept on a CPU, unless they are not wanted."""
+    folder = tiny_models.build(tmp_path / "hf", replace(MODELS["tied"], vocab_size=288))
+    path = write_gguf(tmp_path / "m.gguf", folder, kind)
+    compare(path, dtype="float32")
+    compare(path, dtype="float32", quantization="none")
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none", "int8"])
 def test_smollm2(quantization: str) -> None:
     compare(smollm2_gguf(), kv_cache_memory_bytes="64MiB", quantization=quantization)

@@ -126,7 +126,7 @@ def test_nothing_behind_the_last_row_is_read(dtype: torch.dtype, isa: str, rows:
     start = size - rows * k * dtype.itemsize
     x = whole[start:size].view(dtype).view(rows, k).normal_(generator=torch.Generator().manual_seed(0))
     weight = torch.ones(32, k, dtype=dtype)
-    packed, mprotect = packer(dtype, isa)(weight), ctypes.CDLL(None).mprotect
+    packed, mprotect = packer(NativePacker, dtype, isa)(weight), ctypes.CDLL(None).mprotect
     mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     assert mprotect(whole.data_ptr() + size, page, 0) == 0
     try:

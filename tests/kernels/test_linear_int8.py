@@ -9,7 +9,7 @@ from packed import GATES, SHAPES, VARIANTS, assert_close, packer
 from kernels import ops
 from kernels.cpu import library
 from kernels.cpu.exactness import probe
-from kernels.cpu.linear import ISAS, NativeInt8Packer, NativePacker
+from kernels.cpu.linear import ISAS, NativeCodePacker, NativePacker
 from kernels.int8_weight import LARGEST, Int8Weight
 from kernels.reference import linear as reference
 from kernels.registry import choose
@@ -68,7 +68,7 @@ def test_zeros_are_zeros_and_damage_shows() -> None:
     weight[0], weight[1, 3], weight[2, 3] = 0, torch.nan, torch.inf
     for small in (1e-38, 1e-44):  # the scale has few bits, or none
         assert quantised(torch.full((1, 8), small)).codes.float().isfinite().all()
-    out = ops.linear(torch.ones(2, 8), ops.pack_linear_int8(quantised(weight), torch.float32))
+    out = ops.linear(torch.ones(2, 8), ops.pack_coded_linear(quantised(weight), torch.float32))
     assert (out[:, 0] == 0).all() and out[:, 3].isfinite().all() and not out[:, 1:3].isfinite().any()
 
 
@@ -79,7 +79,7 @@ def test_zeros_are_zeros_and_damage_shows() -> None:
 def test_right(dtype: torch.dtype, isa: str, k: int, n: int, with_bias: bool) -> None:
     x, weight, bias = tensors(k, n, dtype)
     some_bias = bias if with_bias else None
-    packed = packer(NativeInt8Packer, dtype, isa)(weight, dtype, some_bias)
+    packed = packer(NativeCodePacker, dtype, isa)(weight, dtype, some_bias)
     assert (packed.in_features, packed.out_features) == (k, n)
     for rows in (1, 9, 300):
         out = ops.linear(x[:rows], packed)
@@ -92,7 +92,7 @@ def test_right(dtype: torch.dtype, isa: str, k: int, n: int, with_bias: bool) ->
 def test_sums_are_those_of_a_weight_of_whole_numbers(dtype: torch.dtype, isa: str, k: int, n: int) -> None:
     """With scales of 1, bit for bit those of the plain kernel, whose order is tested in test_linear.py."""
     x, weight, bias = tensors(k, n, dtype)
-    pack_int8, pack = (packer(kind, dtype, isa) for kind in (NativeInt8Packer, NativePacker))
+    pack_int8, pack = (packer(kind, dtype, isa) for kind in (NativeCodePacker, NativePacker))
     ones = Int8Weight(weight.codes, torch.ones(n))
     int8, plain = pack_int8(ones, dtype, bias), pack(weight.codes.to(dtype), bias)
     for rows in (1, 2, 7, 16, 17, 40, 300):
@@ -103,7 +103,7 @@ def test_sums_are_those_of_a_weight_of_whole_numbers(dtype: torch.dtype, isa: st
 @pytest.mark.parametrize(("k", "n"), [(576, 300), (65, 200)])
 def test_rows_are_the_same_bits_in_any_company(dtype: torch.dtype, isa: str, k: int, n: int) -> None:
     x, weight, bias = tensors(k, n, dtype, rows=600)
-    packed = packer(NativeInt8Packer, dtype, isa)(weight, dtype, bias)
+    packed = packer(NativeCodePacker, dtype, isa)(weight, dtype, bias)
     together = packed(x)
     for threads, counts in (
         (1, (*range(1, 35), 63, 64, 65, 128, 129, 257, 512, 599)),
@@ -121,7 +121,7 @@ def test_rows_are_the_same_bits_in_any_company(dtype: torch.dtype, isa: str, k: 
 @pytest.mark.parametrize("gate", GATES)
 def test_gated_is_linear_and_gate_mul(dtype: torch.dtype, isa: str, n: int, gate: ops.Gate) -> None:
     x, weight, bias = tensors(96, 2 * n, dtype, 70)
-    pack = packer(NativeInt8Packer, dtype, isa)
+    pack = packer(NativeCodePacker, dtype, isa)
     tolerance = 2.0**-7 if dtype is torch.bfloat16 else 1e-5
     for some_bias in (None, bias):
         gated, plain = pack(weight, dtype, some_bias, gate), pack(weight, dtype, some_bias)
@@ -139,7 +139,7 @@ def test_padding_is_never_multiplied(dtype: torch.dtype, isa: str, rows: int) ->
     buffer = torch.full((40, 50), torch.nan, dtype=dtype)
     x = buffer[5 : 5 + rows, 3:36]
     x.copy_(torch.randn(rows, 33))
-    packed = packer(NativeInt8Packer, dtype, isa)(quantised(torch.randn(9, 33)), dtype)
+    packed = packer(NativeCodePacker, dtype, isa)(quantised(torch.randn(9, 33)), dtype)
     assert packed(x).isfinite().all()
 
 
@@ -148,7 +148,7 @@ def test_padding_is_never_multiplied(dtype: torch.dtype, isa: str, rows: int) ->
 def test_any_shape(k: int, n: int, rows: int, with_bias: bool, dtype: torch.dtype) -> None:
     x, weight, bias = tensors(k, n, dtype, rows)
     some_bias = bias if with_bias else None
-    assert_close(ops.linear(x, ops.pack_linear_int8(weight, dtype, some_bias)), x, numbers(weight), some_bias)
+    assert_close(ops.linear(x, ops.pack_coded_linear(weight, dtype, some_bias)), x, numbers(weight), some_bias)
 
 
 @pytest.mark.parametrize("dtype", list(ISAS))
@@ -159,18 +159,18 @@ def test_the_reference_computes_the_same(
     """Some outputs at a time, the last ones fewer."""
     monkeypatch.setattr(reference, "WIDENED", 300 * 33)
     x, weight, bias = tensors(300, 128, dtype, 5)
-    found = reference.pack_linear_int8(weight, dtype, bias, gate)
+    found = reference.pack_coded_linear(weight, dtype, bias, gate)
     assert (found.in_features, found.out_features) == (300, 64 if gate else 128)
     if gate is None:
         assert_close(found(x), x, numbers(weight), bias)
-    expected = ops.pack_linear_int8(weight, dtype, bias, gate)(x)
+    expected = ops.pack_coded_linear(weight, dtype, bias, gate)(x)
     tolerance = 2.0**-7 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(found(x), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", list(ISAS))
 def test_the_check_at_start_up_takes_it(dtype: torch.dtype) -> None:
-    packed = ops.pack_linear_int8(tensors(576, 960, dtype)[1], dtype)
+    packed = ops.pack_coded_linear(tensors(576, 960, dtype)[1], dtype)
     assert probe(packed, dtype) is None
 
 
@@ -182,10 +182,10 @@ def test_what_is_no_weight_in_int8_is_refused() -> None:
     with pytest.raises(AssertionError):
         Int8Weight(weight.codes, weight.scales[:4])
     with pytest.raises(AssertionError):
-        ops.pack_linear_int8(weight, torch.float32, gate="silu")
+        ops.pack_coded_linear(weight, torch.float32, gate="silu")
     with pytest.raises(AssertionError):
-        ops.pack_linear_int8(weight, torch.bfloat16, bias=torch.ones(5))
-    packed = ops.pack_linear_int8(weight, torch.bfloat16)
+        ops.pack_coded_linear(weight, torch.bfloat16, bias=torch.ones(5))
+    packed = ops.pack_coded_linear(weight, torch.bfloat16)
     with pytest.raises(AssertionError):
         ops.linear(torch.ones(3, 8), packed)
     assert packed(torch.empty(0, 8, dtype=torch.bfloat16)).shape == (0, 5)
@@ -195,4 +195,4 @@ def test_it_is_not_left_to_torch_where_the_library_is_there() -> None:
     if library.load() is None:
         pytest.skip("no native library")
     for dtype in ISAS:
-        assert choose("pack_linear_int8", "cpu", dtype).name == choose("pack_linear", "cpu", dtype).name
+        assert choose("pack_coded_linear", "cpu", dtype).name == choose("pack_linear", "cpu", dtype).name

@@ -227,6 +227,9 @@ def test_a_gguf_file(capsys: pytest.CaptureFixture[str]) -> None:
     from smollm2 import smollm2_gguf
 
     found = report(capsys, str(smollm2_gguf()), "--context", "4096")
+    unpacked = report(capsys, str(smollm2_gguf()), "--gpu", "16GiB")
+    assert found["quantization"] == "stored" and unpacked["quantization"] == "none"
+    assert 2 * found["weight_bytes"] < unpacked["weight_bytes"]
     assert found["kv"]["bytes_per_token"] == 23_040 and found["model"]["parameters"] == 134_515_008
 
 

@@ -1,12 +1,14 @@
 """Linear layers: several projections of one input fused into one packed weight."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from configs.decoder import Activation
+from configs.gguf_forms import CodeForm
 from engine.model.base import Loadable
 from kernels import ops
+from kernels.grouped_weight import GroupedWeight
 from kernels.int8_weight import Int8Weight
 
 
@@ -18,7 +20,8 @@ class Linear(Loadable):
 
     Until then the rows gather in a plain buffer, given up once packed: loading needs one such buffer beside the model.
     Buffer and packed weight are on torch's default device as it is when the layer is made. After `quantise` the buffer
-    is int8 already, made from the numbers of the checkpoint as they are.
+    is int8 already, made from the numbers of the checkpoint as they are; after `keep_codes` it takes the codes that the
+    checkpoint has.
     """
 
     def __init__(
@@ -42,14 +45,29 @@ class Linear(Loadable):
         self._rows[""] = slice(0, start)
         self._pending = dict.fromkeys(self.part_shapes(""), start)
         self._gathered: dict[str, torch.Tensor] = {}
-        self._is_int8 = False
-        self._codes: Int8Weight | None = None
+        self._make_codes: Callable[[], ops.CodedWeight] | None = None
+        self._codes: ops.CodedWeight | None = None
         self._packed: ops.PackedLinear | None = None
 
     def quantise(self) -> None:
         """The weight will be kept in int8. To be called before any part comes."""
+        self._keep(lambda: Int8Weight.empty(self.out_features, self.in_features, self.device))
+
+    def keep_codes(self, form: CodeForm) -> None:
+        """The weight will be kept in groups of codes, and comes so. To be called before any part comes."""
+        self._keep(lambda: self._empty(form))
+
+    def _keep(self, make: Callable[[], ops.CodedWeight]) -> None:
         assert not self._gathered and self._packed is None, "weights are there already"
-        self._is_int8 = True
+        self._make_codes = make
+
+    def _empty(self, form: CodeForm) -> GroupedWeight:
+        outputs, inputs = self.out_features, self.in_features
+        kind = torch.float16 if form.scale_bytes == 2 else torch.float32
+        codes = torch.empty((outputs, inputs), dtype=torch.int8, device=self.device)
+        scales = torch.empty((outputs, inputs // form.group), dtype=kind, device=self.device)
+        minimums = torch.empty_like(scales) if form.has_minimums else None
+        return GroupedWeight(codes, scales, minimums, form.bits, form.lowest)
 
     def part_shapes(self, shard: str) -> dict[str, tuple[int, ...]]:
         rows = self._rows[shard]
@@ -58,16 +76,27 @@ class Linear(Loadable):
 
     def load_part(self, shard: str, part: str, tensor: torch.Tensor) -> None:
         rows = self._rows[shard]
-        if part == "weight" and self._is_int8:
-            if self._codes is None:
-                self._codes = Int8Weight.empty(self.out_features, self.in_features, self.device)
+        if part == "weight" and self._make_codes is not None:
+            self._codes = self._codes or self._make_codes()
+            assert isinstance(self._codes, Int8Weight), "this layer takes codes"
             self._codes.fill(rows, tensor)
         else:
             if part not in self._gathered:
                 shape = (self.out_features, *tensor.shape[1:])
                 self._gathered[part] = torch.empty(shape, dtype=self.dtype, device=self.device)
             self._gathered[part][rows].copy_(tensor)
-        self._pending[part] -= len(tensor)
+        self._came(part, rows)
+
+    def load_codes(self, shard: str, weight: GroupedWeight) -> None:
+        """`load_part` of a weight in codes, after `keep_codes`."""
+        assert self._make_codes is not None, "this layer takes numbers"
+        self._codes = self._codes or self._make_codes()
+        assert isinstance(self._codes, GroupedWeight), "this layer takes numbers"
+        self._codes.fill(self._rows[shard], weight)
+        self._came("weight", self._rows[shard])
+
+    def _came(self, part: str, rows: slice) -> None:
+        self._pending[part] -= rows.stop - rows.start
         if not any(self._pending.values()):
             self._packed = self._pack()
             self._gathered, self._codes = {}, None
@@ -75,7 +104,7 @@ class Linear(Loadable):
     def _pack(self) -> ops.PackedLinear:
         bias = self._gathered.get("bias")
         if self._codes is not None:
-            return ops.pack_linear_int8(self._codes, self.dtype, bias, self.gate)
+            return ops.pack_coded_linear(self._codes, self.dtype, bias, self.gate)
         return ops.pack_linear(self._gathered["weight"], bias, self.gate)
 
     @property

@@ -8,9 +8,7 @@
 // input dims), so that few rows stream it from memory in one direction. A column is an output; in a gated layer a block
 // has 16 columns of G and the same 16 of U. Columns and input dims beyond the last are zeros.
 //
-// An int8 weight is packed as codes, [blocks of 32 columns][dims][32 columns] bytes. They become units on their way to
-// the registers, which is exact: sums are those of a weight of whole numbers. Each is multiplied by its column's scale,
-// in fp32, before the bias is added.
+// A weight in codes (linear_codes.h) becomes units on its way to the registers.
 
 #pragma once
 
@@ -23,12 +21,18 @@
 // A packed weight. Mirrored in kernels/cpu/linear.py.
 struct LinearWeight {
     const uint32_t *units;  // [blocks, depth, 32], 64-byte aligned; null: codes
-    const uint8_t *codes;   // [blocks, depth x numbers of a unit, 32], 64-byte aligned; null: units
-    const float *scales;    // [blocks * 32] with codes, else null
+    const uint8_t *codes;   // 64-byte aligned; null: units
+    const float *scales;    // [blocks * 32] of codes without groups, else null
     const float *bias;      // [blocks * 32] or null
     int64_t n, k;           // outputs, inputs
     int64_t depth;          // units of a column, at least ceil(k / numbers in a unit); a multiple of 16 for bf16
     int64_t gate;           // a Gate
+    int64_t group;          // dims that share a scale among the codes; 0: there are no groups
+    int64_t bits;           // of a code, 4 or 8
+    int64_t lowest;         // what a code of 4 bits begins at
+    int64_t scale_bytes;    // of a group's scale, and minimum: 2 fp16, 4 fp32
+    int64_t minimums;       // 1: groups have them
+    int64_t paired;         // 1: codes are in pairs
 
     bool gated() const { return gate != 0; }
 };
@@ -57,14 +61,6 @@ inline int64_t blocks_of(const LinearWeight &w) { return divide_up(w.n, outputs_
 inline Vec finished(const LinearWeight &w, Vec sum, int64_t column) {
     if (w.scales) sum = mul(sum, load(w.scales + column));
     return w.bias ? add(sum, load(w.bias + column)) : sum;
-}
-
-// Units of W columns. `codes`: those of their first dim.
-template <class F>
-Units widened(const uint8_t *codes) {
-    Vec numbers[F::PAIR];
-    for (int i = 0; i < F::PAIR; i++) numbers[i] = from_int8(codes + i * BLOCK);
-    return F::exact(numbers);
 }
 
 // Memory that a thread keeps from call to call.

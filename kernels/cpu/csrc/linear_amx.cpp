@@ -3,7 +3,7 @@
 // TDPBF16PS).
 
 #include "amx.h"
-#include "linear.h"
+#include "linear_codes.h"
 
 namespace {
 
@@ -92,13 +92,13 @@ class UnitReader {
 
     const LinearWeight &w;
     const char *ahead = nullptr;
-    const int lines;  // fetched a step
+    const int lines;  // fetched a half step
 
   public:
     const int64_t chunk_steps;
 
     UnitReader(const LinearWeight &w, const Share &, int64_t panels, char *)
-        : w(w), lines(static_cast<int>(divide_up(2 * ROWS, panels))),
+        : w(w), lines(static_cast<int>(divide_up(ROWS, panels))),
           chunk_steps(NEAR ? w.depth / UNITS : part_of(w.depth / UNITS, CHUNK)) {}
 
     const uint32_t *chunk(int64_t block, int64_t first, int64_t end) {
@@ -106,23 +106,23 @@ class UnitReader {
         ahead = reinterpret_cast<const char *>(units) + (NEAR ? AHEAD : (end - first) * 2 * TILE_BYTES);
         return units;
     }
-    void step() {
+    void half_step() {
         for (int i = 0; i < lines; i++, ahead += 64) _mm_prefetch(ahead, NEAR ? _MM_HINT_T0 : _MM_HINT_T1);
     }
 };
 
+constexpr int64_t NEAR_CHUNK = 4, LONGEST_CHUNK = 6;  // steps, while one panel passes by and while many do
+constexpr int64_t SCRATCH = 2 * LONGEST_CHUNK * 2 * TILE_BYTES;
+
 // The same from codes: they become units in one of two chunks of scratch memory while the other one is multiplied by.
 // (A tile that is loaded right after it was written waits until that has reached the cache.)
+template <Codes CODES>
 class CodeReader {
-    static constexpr int64_t AHEAD = 8192;            // bytes that codes are fetched in advance
-    static constexpr int64_t UNIT_CODES = 2 * BLOCK;  // of a unit of each column
-    static constexpr int64_t NEAR_CHUNK = 4, LONGEST_CHUNK = 6;  // steps, while one panel passes by and while many do
-
-    const int64_t steps, units_a_step;  // of a block; that are made
-    const uint8_t *from;                // the next codes
-    int64_t later;                      // steps of the share that no chunk so far has
-    uint32_t *next, *to, *now;          // chunks: being made, and where in it; multiplied by
-    int64_t left = 0;                   // units of each column that the next chunk lacks
+    const int64_t steps, units_at_once;  // of a block; that are made in a half step
+    CodeStream<Bf16, CODES, 2> stream;
+    int64_t later;              // steps of the share that no chunk so far has
+    uint32_t *next, *to, *now;  // chunks: being made, and where in it; multiplied by
+    int64_t left = 0;           // units of each column that the next chunk lacks
 
     // What comes after step `end` of a block.
     void begin(int64_t end) {
@@ -132,20 +132,20 @@ class CodeReader {
         to = next;
     }
     void widen(int64_t count) {
-        for (count = smaller(count, left), left -= count; count > 0; count--, from += UNIT_CODES, to += BLOCK) {
-            _mm_prefetch(from + AHEAD, _MM_HINT_T1);
-            store_units(to, widened<Bf16>(from));
-            store_units(to + HALF, widened<Bf16>(from + HALF));
+        for (count = smaller(count, left), left -= count; count > 0; count--, to += BLOCK) {
+            Units units[2];
+            stream.next(units);
+            store_units(to, units[0]);
+            store_units(to + HALF, units[1]);
         }
     }
 
   public:
-    static constexpr int64_t SCRATCH = 2 * LONGEST_CHUNK * 2 * TILE_BYTES;
     const int64_t chunk_steps;
 
     CodeReader(const LinearWeight &w, const Share &share, int64_t panels, char *scratch)
-        : steps(w.depth / UNITS), units_a_step(divide_up(UNITS, panels)),
-          from(w.codes + share.first_block * w.depth * UNIT_CODES),
+        : steps(w.depth / UNITS), units_at_once(divide_up(UNITS, 2 * panels)),
+          stream(w, w.codes + share.first_block * code_bytes<Bf16>(w), 0),
           later((share.end_block - share.first_block) * steps), next(reinterpret_cast<uint32_t *>(scratch)), to(next),
           now(next + LONGEST_CHUNK * UNITS * BLOCK),
           chunk_steps(part_of(steps, panels == 1 ? NEAR_CHUNK : LONGEST_CHUNK)) {
@@ -159,7 +159,7 @@ class CodeReader {
         begin(end);
         return now;
     }
-    void step() { widen(units_a_step); }
+    void half_step() { widen(units_at_once); }
 };
 
 // Where the A tiles of a panel lie: as rows of x, or packed.
@@ -169,8 +169,8 @@ struct PanelTiles {
     int64_t step, stride;   // bytes from step to step, and from row to row
 };
 
-// Takes in `steps` steps. b: units of the block. Meanwhile, each step, `weight` makes ready what comes next and
-// `written` rows of `pending` are written.
+// Takes in `steps` steps. b: units of the block. Meanwhile, each step, `weight` makes ready what comes next, half by
+// half so that no tile is waited for, and `written` rows of `pending` are written.
 template <bool BOTH, class Reader>
 void multiply(const PanelTiles &tiles, int64_t first, const uint32_t *b, int64_t steps, Reader &weight,
               Pending &pending, int64_t written) {
@@ -183,11 +183,12 @@ void multiply(const PanelTiles &tiles, int64_t first, const uint32_t *b, int64_t
             load_tile<A1>(a + tiles.half, tiles.stride);
             dot_bf16_tiles<C10, A1, B0>();
         }
+        weight.half_step();
         load_tile<B1>(b + ROWS, BLOCK * 4);
         dot_bf16_tiles<C01, A0, B1>();
         if constexpr (BOTH) dot_bf16_tiles<C11, A1, B1>();
         pending.write(written);
-        weight.step();
+        weight.half_step();
     }
 }
 
@@ -291,7 +292,7 @@ class Multiplier {
         const int64_t all = share.end_row - share.first_row;
         if (all <= 0 || share.first_block == share.end_block) return true;
         const int64_t halves = divide_up(smaller(all, super_panels * PANEL), ROWS);
-        const int64_t sums_bytes = sizeof(Sums) * 2 * super_panels, scratch_bytes = w.codes ? CodeReader::SCRATCH : 0;
+        const int64_t sums_bytes = sizeof(Sums) * 2 * super_panels, scratch_bytes = w.codes ? SCRATCH : 0;
         char *room = memory.reserve(sums_bytes + scratch_bytes + halves * steps * TILE_BYTES);
         if (!room) return false;
         sums = reinterpret_cast<Sums *>(room);
@@ -302,7 +303,8 @@ class Multiplier {
         for (int64_t row = share.first_row; row < share.end_row; row += super_panels * PANEL) {
             const int64_t rows = smaller(super_panels * PANEL, share.end_row - row);
             place_rows(x + row * x_stride, x_stride, rows);
-            if (w.codes) all_blocks<CodeReader>(share, rows, y + row * w.n);
+            if (w.codes)
+                with_codes(w, [&](auto codes) { all_blocks<CodeReader<codes()>>(share, rows, y + row * w.n); });
             else if (rows <= PANEL) all_blocks<UnitReader<true>>(share, rows, y + row * w.n);
             else all_blocks<UnitReader<false>>(share, rows, y + row * w.n);
         }

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "linear.h"
+#include "linear_codes.h"
 
 namespace {
 
@@ -31,33 +31,45 @@ struct Panel {
     }
 };
 
-// A block of the weight in units.
-template <class F>
+// Hands out a block of the weight in units, one of N x W columns after the other. See CodeStream for weights in codes.
+template <int N>
+class UnitStream {
+    const uint32_t *next_units;
+
+  public:
+    UnitStream(const uint32_t *block, int64_t column) : next_units(block + column) {}
+
+    void next(Units (&to)[N]) {
+        for (int j = 0; j < N; j++) to[j] = load_units(next_units + j * W);
+        for (int j = 0; j < N * W; j += 16) __builtin_prefetch(next_units + 32 * BLOCK + j);
+        next_units += BLOCK;
+    }
+};
+
+// A block of the weight.
 struct UnitBlock {
-    static constexpr int LINE = 16;  // columns of a cache line
     const uint32_t *units;
 
-    Units at(int64_t u, int64_t column) const { return load_units(units + u * BLOCK + column); }
-    // What will be read a while after that.
-    const void *ahead(int64_t u, int64_t column) const { return units + (u + 32) * BLOCK + column; }
+    template <int N>
+    UnitStream<N> stream(int64_t column) const { return {units, column}; }
 };
 
-// A block of the weight in codes.
-template <class F>
+template <class F, Codes CODES>
 struct CodeBlock {
-    static constexpr int LINE = BLOCK, ROW = F::PAIR * BLOCK;  // bytes of a unit of each column
+    const LinearWeight &w;
     const uint8_t *codes;
 
-    Units at(int64_t u, int64_t column) const { return widened<F>(codes + u * ROW + column); }
-    const void *ahead(int64_t u, int64_t column) const { return codes + u * ROW + column + 4096; }
+    template <int N>
+    CodeStream<F, CODES, N> stream(int64_t column) const { return {w, codes, column}; }
 };
 
-template <class F>
-void widen_block(const LinearWeight &w, int64_t block, uint32_t *to) {
-    const CodeBlock<F> from{w.codes + block * w.depth * CodeBlock<F>::ROW};
-    for (int64_t u = 0; u < w.depth; u++) {
-        __builtin_prefetch(from.ahead(u, 0));
-        for (int64_t column = 0; column < BLOCK; column += W) store_units(to + u * BLOCK + column, from.at(u, column));
+template <class F, Codes CODES>
+void widen_block(CodeBlock<F, CODES> from, int64_t depth, uint32_t *to) {
+    auto stream = from.template stream<BLOCK_VECS>(0);
+    for (int64_t u = 0; u < depth; u++, to += BLOCK) {
+        Units units[BLOCK_VECS];
+        stream.next(units);
+        for (int j = 0; j < BLOCK_VECS; j++) store_units(to + j * W, units[j]);
     }
 }
 
@@ -95,10 +107,10 @@ void multiply_block(const LinearWeight &w, Block weight, Panel<F, M, PACKED> pan
         Vec sum[M][N];
         for (auto &row : sum)
             for (Vec &s : row) s = splat(0);
+        auto stream = weight.template stream<N>(first * W);
         for (int64_t u = 0; u < depth; u++) {
             Units piece[N];
-            for (int j = 0; j < N; j++) piece[j] = weight.at(u, (first + j) * W);
-            for (int j = 0; j < N * W; j += Block::LINE) __builtin_prefetch(weight.ahead(u, first * W + j));
+            stream.next(piece);
             for (int m = 0; m < M; m++) {
                 const Units unit = panel.unit(m, u);
                 for (int j = 0; j < N; j++) sum[m][j] = F::dot(sum[m][j], unit, piece[j]);
@@ -162,9 +174,15 @@ bool multiply_share(const LinearWeight &w, const Number *x, int64_t x_stride, Nu
                     else multiply_rows<F, Numbers, true>(w, weight, own, 0, rows_of(r), block, to);
                 }
             };
-            if (!w.codes) multiply(UnitBlock<F>{w.units + block * block_units});
-            else if (!widen) multiply(CodeBlock<F>{w.codes + block * block_units * F::PAIR});
-            else widen_block<F>(w, block, units), multiply(UnitBlock<F>{units});
+            if (!w.codes) {
+                multiply(UnitBlock{w.units + block * block_units});
+                continue;
+            }
+            with_codes(w, [&](auto codes) {
+                const CodeBlock<F, codes()> from{w, w.codes + block * code_bytes<F>(w)};
+                if (!widen) multiply(from);
+                else widen_block(from, w.depth, units), multiply(UnitBlock{units});
+            });
         }
     }
     return true;

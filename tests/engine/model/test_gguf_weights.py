@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +13,13 @@ import pytest
 import torch
 from contiguous_attention import ContiguousAttention, whole_sequences
 from gguf import GGMLQuantizationType as Kind
+from gguf_files import Extra, interleave, random_blocks, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from smollm2 import reference_model, smollm2_gguf
 from tiny_models import LLAMA3, VARIANTS, TinyModel, build, longrope
 
-from configs.decoder import DecoderConfig
 from configs.model_gguf import GGUF_ARCHITECTURES
 from configs.model_rope import RopeConfig
 from configs.supported import read_model
@@ -30,7 +30,6 @@ from engine.model.registry import load_model
 
 ONES = np.ones(8, dtype=np.float32)
 SEQUENCE = [(11 * i) % 256 for i in range(40)]
-Extra = Callable[[gguf.GGUFWriter], object]
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
@@ -41,46 +40,6 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
 @torch.inference_mode()
 def logits_of(model: CausalLM) -> torch.Tensor:
     return model(whole_sequences([SEQUENCE]), ContiguousAttention(model.config))
-
-
-def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Q and K rows as llama.cpp's converter permutes them: halves of a head become neighbours."""
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-FILE_NAMES = {
-    "embed_tokens": "token_embd",
-    "lm_head": "output",
-    "model.norm": "output_norm",
-    "input_layernorm": "attn_norm",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "qkv_proj": "attn_qkv",
-    "o_proj": "attn_output",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "gate_up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-}
-GEMMA_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-"""Last piece of Hugging Face's name -> llama.cpp's, as its converter renames."""
-
-
-def file_name(name: str, architecture: str) -> str:
-    """Hugging Face's name -> llama.cpp's."""
-    stem, _, part = name.rpartition(".")
-    names = FILE_NAMES | (GEMMA_NAMES if architecture == "gemma3" else {})
-    layer = next((piece for piece in stem.split(".") if piece.isdigit()), None)
-    own = names.get(stem) or names[stem.rpartition(".")[2]]
-    return f"{own}.{part}" if layer is None else f"blk.{layer}.{own}.{part}"
 
 
 def test_names_are_those_of_the_gguf_package() -> None:
@@ -98,52 +57,6 @@ def test_names_are_those_of_the_gguf_package() -> None:
         rest = {file.rpartition(".")[2] for file in known - set(ours)}
         assert rest <= {"rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd", "ffn_gate_inp",
                         "ffn_gate_exps", "ffn_down_exps", "ffn_up_exps"}, (name, rest)  # fmt: skip
-
-
-def write_gguf(path: Path, folder: Path, kind: Kind, drop: str = "", extra: Extra = lambda writer: None) -> Path:
-    """The model in `folder` as a GGUF file, matrices stored as `kind` and vectors as F32."""
-    config = read_model(folder)
-    architecture = next(name for name, (theirs, _) in GGUF_ARCHITECTURES.items() if theirs == config.architecture)
-    writer = gguf.GGUFWriter(path, architecture)
-    write_header(writer, config)
-    extra(writer)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        if name == drop:
-            continue
-        values = tensor.float().numpy()
-        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
-            values = interleave(values, config.num_heads if ".q_proj." in name else config.num_kv_heads)
-        if architecture == "gemma3" and name.endswith("norm.weight"):
-            values = values + 1.0
-        stored = kind if values.ndim == 2 else Kind.F32
-        writer.add_tensor(file_name(name, architecture), gguf.quants.quantize(values, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def write_header(writer: gguf.GGUFWriter, config: DecoderConfig) -> None:
-    """The keys that llama.cpp's converter writes for the architecture."""
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_position)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    if writer.arch != "phi3":
-        writer.add_key_length(config.head_dim)
-    if writer.arch in ("llama", "phi3"):
-        writer.add_rope_dimension_count(config.rotary_dim)
-    if writer.arch in ("gemma3", "phi3"):
-        writer.add_sliding_window(max(filter(None, config.layer_windows), default=0))
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(257)
-    writer.add_eot_token_id(259)
 
 
 def refusal(path: Path) -> str:
@@ -249,15 +162,7 @@ def test_stored_types(kind: Kind, tmp_path: Path) -> None:
 def test_k_quants(kind: Kind, tmp_path: Path) -> None:
     """Blocks of 256: random codes with sane scales; what arrives is what the gguf package makes of the whole tensor."""
     folder = build(tmp_path / "hf", TinyModel(hidden_size=256, intermediate_size=256, num_heads=4, num_layers=1))
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    generator = np.random.default_rng(0)
-    blocks = generator.integers(0, 256, (256, 256 // block, size), dtype=np.uint8)
-    scales = generator.uniform(0.001, 0.002, (256, 256 // block, 1)).astype(np.float16).view(np.uint8)
-    scale_at = size - 2 if kind is Kind.Q6_K else 0
-    blocks[..., scale_at : scale_at + 2] = scales
-    if kind is not Kind.Q6_K:
-        blocks[..., 2:4] = scales
-    raw = blocks.reshape(256, -1)
+    raw = random_blocks((256, 256), kind)
     name = "model.layers.0.self_attn.q_proj.weight"
     path = write_gguf(
         tmp_path / "m.gguf",
