@@ -15,9 +15,9 @@ from engine.messages import StepPlan
 from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend
 from engine.runner.attention.paged import PagedAttention
-from engine.runner.graphs import DecodeGraphs
 from engine.runner.kv_store import KVTransforms, PagedStore, allocate_pool
 from engine.runner.prepare import BatchBuilder, link_to
+from engine.runner.recorded import RecordedModel
 from engine.runner.refresh import RefreshAttention
 from engine.runner.request_rows import RequestRows
 from kernels import ops
@@ -57,8 +57,8 @@ class ModelRunner:
         """For the rows of `plan.refreshed_slots`."""
         if plain is not None:
             self.refresh = RefreshAttention(self.attention, layout, plain, limits.max_model_len, device)
-        self._graphs = DecodeGraphs(model, self.attention)
         self._builder = BatchBuilder(self.rows, limits.max_num_batched_tokens, device, link_to(device))
+        self._recorded = RecordedModel(model, self._builder.largest())
 
     def apply(self, plan: StepPlan) -> None:
         """Freed slots, new rows, new blocks, copies: in this order. Without tiers there are no transfers."""
@@ -89,8 +89,7 @@ class ModelRunner:
         return self._compute(plan, self.attention) if plan.slots else None
 
     def _compute(self, plan: StepPlan, attention: AttentionBackend) -> torch.Tensor:
-        batch = self._builder.build(plan)
-        hidden = self._graphs.hidden(batch) if attention is self.attention else self.model.hidden(batch, attention)
+        hidden = self._recorded.hidden(self._builder.build(plan), attention)
         self.rows.num_computed[plan.slots] += plan.num_tokens
         return hidden
 

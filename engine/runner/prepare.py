@@ -1,7 +1,7 @@
 """StepPlan to ForwardBatch: numpy gathers from the rows into a buffer that is made once (`staging`).
 
-A step's tensors are views of that buffer, or of its copy on the device: they are valid until the next `build`. Those of
-two steps with as many sequences and one token each lie at the same places, as `graphs` needs it.
+A step's tensors are views of that buffer, or of its copy on the device: they are valid until the next `build`. Each
+lies where that of every other step lies, as `recorded` needs it.
 """
 
 import numpy as np
@@ -26,10 +26,11 @@ class BatchBuilder:
         """`link`: as `link_to(device)` says."""
         self.rows = rows
         sequences, tokens = rows.max_num_seqs, max(max_num_batched_tokens, rows.max_num_seqs)
+        self._tokens = tokens + 2
         groups = len(rows.block_tables)
-        halves = 2 * sequences + 1 + rows.block_tables.size
-        words = 2 * tokens + sequences + tokens + groups * tokens + -(-halves // 2)
-        self._staging = Staging(words, 5 + 2 * groups, device, link)
+        halves = [sequences + 1, sequences, *[table.size for table in rows.block_tables]]
+        words = [self._tokens] * (3 + groups) + [-(-count // 2) for count in halves]
+        self._staging = Staging(words, device, link)
         self._arange = np.arange(tokens + 1, dtype=np.int64)
 
     def build(self, plan: StepPlan) -> ForwardBatch:
@@ -59,13 +60,28 @@ class BatchBuilder:
                 staging.int64(table[owner, block].astype(np.int64) * rows.block_size + offset)
                 for table in rows.block_tables
             ),
+            logit_rows=staging.int64(read),
             query_start=staging.int32(starts_and_ends),
             seq_lens=staging.int32(seq_lens),
-            logit_rows=staging.int64(read),
             block_tables=tuple(staging.table(table[slots, :width], table.shape[1]) for table in rows.block_tables),
         )
         staging.send()
         return batch
+
+    def largest(self) -> ForwardBatch:
+        """Where the batches lie: tensors of more tokens, and of more rows to read, than any has; values undefined. The
+        numbers of tokens, of rows to read and of sequences differ. To be called before any `build`."""
+        tokens, staging, tables = self._tokens, self._staging, self.rows.block_tables
+        staging.begin()
+        return ForwardBatch(
+            input_ids=staging.int64(np.zeros(tokens)),
+            positions=staging.int64(np.zeros(tokens)),
+            slot_mapping=tuple(staging.int64(np.zeros(tokens)) for _ in tables),
+            logit_rows=staging.int64(np.zeros(tokens - 1)),
+            query_start=staging.int32(np.zeros(2)),
+            seq_lens=staging.int32(np.zeros(1)),
+            block_tables=tuple(staging.table(np.zeros((1, table.shape[1])), table.shape[1]) for table in tables),
+        )
 
     def _scored_rows(self, plan: StepPlan, ends: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
         """For each of `plan.scored_slots`: its rows that a prompt token follows."""

@@ -1,4 +1,4 @@
-"""How a step's small arrays reach the device: packed one behind another, and sent in one copy.
+"""How a step's small arrays reach the device: in one buffer, each at a place of its own, sent in one copy.
 
     values ──> host buffer (one of two) ── one copy, not waited for ──> device buffer ──> views, which the model reads
 
@@ -7,7 +7,8 @@ filled again only when the copy that read it has ended, which was started two st
 care, since copies and kernels run in one stream, in order.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 ALIGNMENT = 8
-"""Words of 8 bytes: each array begins at a multiple of 64 bytes, as kernels like it."""
+"""Words of 8 bytes: each place begins at a multiple of 64 bytes, as kernels like it."""
 
 
 class Link(Protocol):
@@ -53,11 +54,13 @@ class HostBuffer:
 
 
 class Staging:
-    """`begin`, then arrays, then `send`: the tensors hold their values from `send` until the next `begin`."""
+    """`begin`, then arrays in the order of their places, then `send`: the tensors hold their values from `send` until
+    the next `begin`."""
 
-    def __init__(self, words: int, num_arrays: int, device: torch.device, link: Link | None) -> None:
-        """words: of 8 bytes, of all `num_arrays` arrays of a step together; link: None: `device` is the CPU."""
-        words += num_arrays * ALIGNMENT
+    def __init__(self, places: Sequence[int], device: torch.device, link: Link | None) -> None:
+        """places: of each of a step's arrays the most words of 8 bytes, those that differ most in length last, as the
+        copy ends with the last array; link: None: `device` is the CPU."""
+        *self._starts, words = itertools.accumulate(map(_aligned, places), initial=0)
         if link is None:
             self._hosts = [HostBuffer(torch.zeros(words, dtype=torch.int64))]
             self._target = self._hosts[0].tensor
@@ -66,22 +69,23 @@ class Staging:
             self._target = torch.zeros(words, dtype=torch.int64, device=device)
         self._target_halves = self._target.view(torch.int32)
         self._link, self._host = link, self._hosts[0]
-        self._words, self._halves, self._used = self._host.words, self._host.halves, 0
+        self._words, self._halves = self._host.words, self._host.halves
+        self._place = self._used = 0
 
     def begin(self) -> None:
         """Forgets the last step's arrays."""
         self._host = host = self._hosts.pop(0)
         self._hosts.append(host)
         host.wait()
-        self._words, self._halves, self._used = host.words, host.halves, 0
+        self._words, self._halves = host.words, host.halves
+        self._place = self._used = 0
 
     def int64(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """int64 [n] on the device, from integers [n]."""
-        start = self._used
-        end = start + len(values)
-        self._words[start:end] = values
-        self._used = _aligned(end)
-        return self._target[start:end]
+        start = self._next()
+        self._used = start + len(values)
+        self._words[start : self._used] = values
+        return self._target[start : self._used]
 
     def int32(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """int32 [n] on the device, from integers [n] that fit."""
@@ -90,11 +94,16 @@ class Staging:
     def table(self, values: npt.NDArray[Any], stride: int) -> torch.Tensor:
         """int32 [n, m] on the device, from integers that fit; rows are `stride` >= m numbers apart."""
         rows, width = values.shape
-        start = 2 * self._used
+        start = 2 * self._next()
         end = start + rows * stride
         self._halves[start:end].reshape(rows, stride)[:, :width] = values
-        self._used = _aligned(-(-end // 2))
+        self._used = -(-end // 2)
         return self._target_halves[start:end].view(rows, stride)[:, :width]
+
+    def _next(self) -> int:
+        """The first word of the next place."""
+        self._place += 1
+        return self._starts[self._place - 1]
 
     def send(self) -> None:
         """All arrays to the device, in one copy."""

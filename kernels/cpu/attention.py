@@ -10,7 +10,7 @@ import torch
 from configs.kv import KVFormat, KVHalf
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import KINDS, native_candidates
-from kernels.cpu.program import Entry, fresh
+from kernels.cpu.program import Call, Entry, fresh
 from kernels.cpu.store import FORMATS, address, address_of_signs
 from kernels.ops import KVTransform, LayerPages, compute_dtype
 from kernels.registry import KVFormats
@@ -43,9 +43,10 @@ class AttentionHalf(ctypes.Structure):
     )
 
 
-class AttentionCall(ctypes.Structure):
+class AttentionCall(Call):
     """Mirror of the struct in `csrc/attention_pages.h`."""
 
+    rows_ = "sequences"
     _fields_ = (
         ("q", _PTR),
         ("numbers", _I64),

@@ -9,7 +9,7 @@ import torch
 
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
-from kernels.cpu.program import Entry, fresh
+from kernels.cpu.program import Call, Entry, fresh
 from kernels.ops import Gate
 
 ISAS = {
@@ -24,9 +24,10 @@ GATES: dict[Gate, int] = {"silu": 1, "gelu_tanh": 2}
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 
 
-class NormCall(ctypes.Structure):
+class NormCall(Call):
     """Mirror of the struct in `csrc/elementwise.h`."""
 
+    rows_ = "rows"
     _fields_ = (
         *(("x", _PTR), ("x_stride", _I64), ("residual", _PTR), ("residual_stride", _I64)),
         *(("weight", _PTR), ("wide_weight", _I64), ("eps", ctypes.c_float)),
@@ -34,9 +35,10 @@ class NormCall(ctypes.Structure):
     )
 
 
-class RotaryCall(ctypes.Structure):
+class RotaryCall(Call):
     """Mirror of the struct in `csrc/elementwise.h`."""
 
+    rows_ = "tokens"
     _fields_ = (
         *(("q", _PTR), ("q_stride", _I64), ("q_heads", _I64)),
         *(("k", _PTR), ("k_stride", _I64), ("k_heads", _I64), ("dims", _I64)),
@@ -44,15 +46,17 @@ class RotaryCall(ctypes.Structure):
     )
 
 
-class GateMulCall(ctypes.Structure):
+class GateMulCall(Call):
     """Mirror of the struct in `csrc/elementwise.h`."""
 
+    rows_ = "rows"
     _fields_ = (("x", _PTR), ("x_stride", _I64), ("half", _I64), ("rows", _I64), ("gate", _I64), ("out", _PTR))
 
 
-class GatherRowsCall(ctypes.Structure):
+class GatherRowsCall(Call):
     """Mirror of the struct in `csrc/elementwise.h`."""
 
+    rows_ = "rows"
     _fields_ = (
         *(("table", _PTR), ("table_stride", _I64), ("indices", _PTR), ("rows", _I64), ("width", _I64)),
         *(("scale", ctypes.c_float), ("out", _PTR)),

@@ -16,7 +16,7 @@ from kernels import ops
 from kernels.cpu.elementwise import GATES
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
-from kernels.cpu.program import Entry, fresh
+from kernels.cpu.program import Call, Entry, fresh
 from kernels.grouped_weight import GroupedWeight
 from kernels.int8_weight import Int8Weight
 from kernels.registry import Accepted, Candidate, Refused
@@ -49,9 +49,10 @@ class LinearWeight(ctypes.Structure):
     )
 
 
-class LinearCall(ctypes.Structure):
+class LinearCall(Call):
     """Mirror of the struct in `csrc/linear.h`."""
 
+    rows_ = "rows"
     _fields_ = (("weight", _PTR), ("x", _PTR), ("x_stride", _I64), ("rows", _I64), ("y", _PTR))
 
 

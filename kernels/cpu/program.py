@@ -1,20 +1,22 @@
-"""Calls of the native library, and steps made of them that run again without Python.
+"""Calls of the native library, and steps made of them that run without Python.
 
-A small model's decode step is hundreds of short calls, and preparing one in Python takes longer than many of them run.
-Where a step's tensors lie where those of an earlier step of as many rows lay, its calls are the same, argument by
-argument: `record` notes them down while they are made, and the `Program` makes them again. The numbers in the tensors
-may be others; what a call does by them (which pages it reads, how it divides the work) is decided in C++ each time.
+A small model's step is hundreds of short calls, and preparing them in Python takes longer than many of them run:
+weights that stream by have emptied the caches of all that the interpreter needs. So a step is walked through once, with
+no call made, and noted down as a `Program`: which entry is called with which arguments. Running it makes the calls.
+What changes from step to step are the numbers in the tensors, which C++ reads each time, and the numbers of rows, which
+`run` is told.
 
 Results of recorded calls lie in an `Arena`, where nobody else's ever will.
 """
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,9 +29,18 @@ T = TypeVar("T")
 ALIGNMENT = 64
 """Bytes: results begin at multiples of it."""
 
+OUT_OF_MEMORY = "no memory for what a kernel keeps while it works"
+
 
 class NotRecordable(Exception):
     """A step does something else than native calls and views. The message says what."""
+
+
+class Call(ctypes.Structure):
+    """The arguments of an entry: the mirror of a struct in `csrc`."""
+
+    rows_: ClassVar[str]
+    """The field with the number of rows, tokens or sequences. No other one depends on it, but for addresses."""
 
 
 class Entry:
@@ -39,13 +50,16 @@ class Entry:
         self._function = native.function(name, (ctypes.c_void_p,), ctypes.c_int32)
         self._address = native.address(name)
 
-    def __call__(self, call: ctypes.Structure) -> None:
-        """Raises MemoryError. What `call` points to is the caller's to keep alive: of a recorded call as long as the
-        program, but for results, which are the arena's."""
-        if self._function(ctypes.addressof(call)):
-            raise MemoryError("no memory for what a kernel keeps while it works")
+    def __call__(self, call: Call) -> None:
+        """Makes the call, or only notes it down while a step is recorded. Raises MemoryError.
+
+        What `call` points to is the caller's to keep alive: of a recorded call as long as the program, but for results,
+        which are the arena's.
+        """
         if (recording := _recording.get()) is not None:
             recording.calls.append((self._address, call))
+        elif self._function(ctypes.addressof(call)):
+            raise MemoryError(OUT_OF_MEMORY)
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -61,8 +75,8 @@ class Arena:
     CHUNK = 4 << 20
 
     def __init__(self) -> None:
-        self._chunks: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
-        self._free: dict[int, list[np.ndarray[Any, np.dtype[np.uint8]]]] = {}
+        self._chunks: list[npt.NDArray[np.uint8]] = []
+        self._free: dict[int, list[npt.NDArray[np.uint8]]] = {}
         self._chunk = self._used = 0
 
     def rewind(self) -> None:
@@ -77,7 +91,7 @@ class Arena:
         weakref.finalize(own, free.append, room)
         return torch.from_numpy(own).view(dtype)[: int(np.prod(shape))].view(shape)
 
-    def _more(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def _more(self, size: int) -> npt.NDArray[np.uint8]:
         while self._chunk < len(self._chunks) and self._used + size > len(self._chunks[self._chunk]):
             self._chunk, self._used = self._chunk + 1, 0
         if self._chunk == len(self._chunks):
@@ -88,18 +102,26 @@ class Arena:
 
 
 class Program:
-    """Recorded calls. `run` makes them again; raises MemoryError."""
+    """Recorded calls."""
 
-    def __init__(self, native: NativeLibrary, calls: list[tuple[int, ctypes.Structure]]) -> None:
-        self._run = native.function("run_program", (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int32)
-        self._kept = [call for _, call in calls]
-        flat = [word for entry, call in calls for word in (entry, ctypes.addressof(call))]
-        self._calls = (ctypes.c_void_p * len(flat))(*flat)
-        self._count = len(calls)
+    def __init__(self, native: NativeLibrary, calls: Sequence[tuple[int, Call]], sizes: Sequence[int]) -> None:
+        """sizes: the numbers of rows that were recorded, each another one. Raises NotRecordable."""
+        self._run = native.function("run_program", (_PTR, _I64, _PTR, _I64, _PTR), ctypes.c_int32)
+        self._kept = calls
+        self._calls = _words([(entry, ctypes.addressof(call)) for entry, call in calls])
+        places = []
+        for _, call in calls:
+            rows = getattr(call, call.rows_)
+            if rows not in sizes:
+                raise NotRecordable(f"{type(call).__name__} has {rows} rows, which no step's size explains")
+            places.append((ctypes.addressof(call) + getattr(type(call), call.rows_).offset, sizes.index(rows)))
+        self._places = _words(places)
 
-    def run(self) -> None:
-        if self._run(self._calls, self._count):
-            raise MemoryError("no memory for what a kernel keeps while it works")
+    def run(self, sizes: Sequence[int]) -> None:
+        """Makes the calls with these numbers of rows, none larger than what was recorded. Raises MemoryError."""
+        count = len(self._kept)
+        if self._run(self._calls, count, self._places, count, (_I64 * len(sizes))(*sizes)):
+            raise MemoryError(OUT_OF_MEMORY)
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -108,13 +130,13 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.arena = arena
-        self.calls: list[tuple[int, ctypes.Structure]] = []
+        self.calls: list[tuple[int, Call]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {})) if func.is_view else None  # some of these copy when they must
         inputs = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         outputs = {_storage(x) if isinstance(x, torch.Tensor) else None for x in tree_leaves(result)}
-        if func._schema.is_mutable or not outputs or not outputs <= inputs:
+        if not outputs <= inputs:
             raise NotRecordable(f"{func} is computed by torch")
         return result
 
@@ -122,10 +144,11 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _recording: ContextVar[_Recording | None] = ContextVar("recording", default=None)
 
 
-def record(step: Callable[[], T], arena: Arena) -> tuple[Program, T]:
-    """Runs `step` and notes its native calls down. Raises NotRecordable, and what `step` raises.
+def record(step: Callable[[], T], arena: Arena, sizes: Sequence[int]) -> tuple[Program, T]:
+    """Notes the native calls of `step` down; none is made. Raises NotRecordable, and what `step` raises.
 
-    What it returns lies in the arena; so does what each run of the program puts in its place.
+    sizes: the numbers of rows of its tensors, each another one: the largest that a run may have. What `step` returns
+    lies in the arena, and each run puts its results there.
     """
     native = library.load()
     if native is None:
@@ -138,8 +161,15 @@ def record(step: Callable[[], T], arena: Arena) -> tuple[Program, T]:
             result = step()
     finally:
         _recording.reset(token)
-    return Program(native, recording.calls), result
+    return Program(native, recording.calls, sizes), result
 
 
 def _storage(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
+
+
+def _words(pairs: Sequence[tuple[int, int]]) -> ctypes.Array[ctypes.c_int64]:
+    return (_I64 * (2 * len(pairs)))(*(word for pair in pairs for word in pair))
+
+
+_I64, _PTR = ctypes.c_int64, ctypes.c_void_p

@@ -12,7 +12,7 @@ from configs.kv import KVFormat, KVHalf
 from kernels.cpu import library
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
-from kernels.cpu.program import Entry
+from kernels.cpu.program import Call, Entry
 from kernels.ops import LayerPages
 from kernels.reference import kv_formats
 from kernels.registry import Accepted, Candidate, Refused
@@ -56,9 +56,10 @@ class StorePages(ctypes.Structure):
     )
 
 
-class StoreRows(ctypes.Structure):
+class StoreRows(Call):
     """Mirror of the struct in `csrc/store.h`."""
 
+    rows_ = "tokens"
     _fields_ = (
         ("pages", _PTR),
         ("k", _PTR),

@@ -1,6 +1,7 @@
-"""Recorded decode steps: the bits of the model's own, also when rows come and go; other steps run as they are."""
+"""Recorded steps: the bits of the model's own, whoever is in a step and with how many tokens."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from configs.limits import SchedulerLimits
 from engine.messages import NewRow, StepPlan
 from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend, ForwardBatch
-from engine.runner.graphs import MOST_ROWS, DecodeGraphs
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from kernels.cpu import library
@@ -66,15 +66,18 @@ class World:
                 block_ids=[list(range(slot * BLOCKS, (slot + 1) * BLOCKS))] * len(pages),
                 num_computed=0,
             )
-            self.runner.apply(plan([], new=[row]))
-            self.runner.forward(plan([slot], length))
-        self.model.calls = 0
+            self.runner.apply(plan([], [], [row]))
+            self.runner.forward(plan([slot], [length]))
 
-    def decode(self, slots: list[int], token: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states of one step: of the runner, and of the model asked directly."""
-        runner = self.runner
-        runner.rows.append_tokens(np.array(slots), np.array([(token + slot) % 256 for slot in slots]))
-        step = plan(slots, 1)
+    def step(self, counts: dict[int, int], silent: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of one step in which each slot computes so many tokens, and those of `silent` are not read: of
+        the runner, and of the model asked directly."""
+        runner, rng = self.runner, random.Random(len(counts))
+        for slot, count in counts.items():
+            for _ in range(count):
+                runner.rows.append_tokens(np.array([slot]), np.array([rng.randrange(256)]))
+        step = plan(list(counts), list(counts.values()))
+        step.samples = [slot not in silent for slot in counts]
         batch = runner._builder.build(step)
         with torch.inference_mode():
             expected = self.model.model.hidden(batch, runner.attention)
@@ -83,11 +86,11 @@ class World:
         return found, expected
 
 
-def plan(slots: list[int], tokens: int = 1, new: list[NewRow] | None = None) -> StepPlan:
+def plan(slots: list[int], num_tokens: list[int], new: list[NewRow] | None = None) -> StepPlan:
     return StepPlan(
         step=0,
         slots=slots,
-        num_tokens=[tokens] * len(slots),
+        num_tokens=num_tokens,
         samples=[True] * len(slots),
         new_rows=new or [],
         new_blocks=[],
@@ -113,56 +116,43 @@ def tiny(folder: Path, name: str = "gqa", dtype: torch.dtype = torch.bfloat16, *
 @pytest.mark.parametrize("name", ["gqa", "attention-bias", "mistral-window", "qwen2", "qwen3", "phi3", "gemma3"])
 def test_a_recorded_step_gives_the_models_bits(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     world = World(tiny(tmp_path, name, dtype), 5)
-    batches = [[0, 1, 2], [3], [4, 0, 2], [1, 0, 2, 4, 3], [2], [2, 3, 4], [0, 1, 2, 3, 4], [0]]
-    for token, slots in enumerate(batches):
-        found, expected = world.decode(slots, 7 * token)
-        assert torch.equal(found, expected), slots
-    assert world.model.calls == 3  # the first steps of 3, 1 and 5 rows
+    steps = [{0: 1, 1: 1, 2: 1}, {3: 1}, {4: 1, 0: 13, 2: 1}, {1: 7}, {4: 1, 3: 1, 2: 1, 1: 1, 0: 1}, {0: 3, 2: 5}]
+    for counts in steps:
+        found, expected = world.step(counts, silent=[2])
+        assert torch.equal(found, expected), counts
+    assert world.model.calls == 1  # once, and no call was made
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8", "fp8_e5m2"])
 def test_formats_of_the_cache(tmp_path: Path, format: str) -> None:
     world = World(tiny(tmp_path, "head-dim", kv_cache_dtype=format), 3)
-    for token in range(20):  # over a page's end
-        found, expected = world.decode([0, 1, 2], token)
+    for _ in range(20):  # over a page's end
+        found, expected = world.step({0: 1, 1: 2, 2: 1})
         assert torch.equal(found, expected)
     assert world.model.calls == 1
 
 
+def test_a_step_in_which_nothing_is_read(tmp_path: Path) -> None:
+    world = World(tiny(tmp_path), 2)
+    found, expected = world.step({0: 3, 1: 1}, silent=[0, 1])
+    assert found.shape == expected.shape == (0, 64)
+    found, expected = world.step({0: 1, 1: 1})
+    assert torch.equal(found, expected)
+
+
 def test_torch_code_is_run_each_time(tmp_path: Path) -> None:
     world = World(tiny(tmp_path), 2, Scaled)
-    for token in range(3):
-        found, expected = world.decode([0, 1], token)
+    before = world.model.calls
+    for _ in range(3):
+        found, expected = world.step({0: 1, 1: 1})
         assert torch.equal(found, expected * 2)
-    assert world.model.calls == 4  # the first one was tried twice
-
-
-def test_other_steps_are_run_each_time(tmp_path: Path) -> None:
-    world = World(tiny(tmp_path), 2)
-    runner = world.runner
-    silent = plan([0, 1])
-    silent.samples[0] = False
-    for _ in range(2):
-        runner.rows.append_tokens(np.array([0, 1]), np.array([5, 6]))
-        assert runner.forward(silent) is not None
-    assert world.model.calls == 2
-
-
-def test_large_steps_are_run_each_time(tmp_path: Path) -> None:
-    world = World(tiny(tmp_path), MOST_ROWS + 1)
-    slots = list(range(MOST_ROWS + 1))
-    for chosen in (slots, slots, slots[1:], slots[1:]):
-        found, expected = world.decode(chosen, 3)
-        assert torch.equal(found, expected)
-    assert world.model.calls == 3
+    assert world.model.calls == before + 3
 
 
 def test_a_batch_that_lies_elsewhere_is_noticed(tmp_path: Path) -> None:
     world = World(tiny(tmp_path), 2)
-    graphs = DecodeGraphs(world.model, world.runner.attention)
-    batch = world.runner._builder.build(plan([0]))
-    with torch.inference_mode():
-        graphs.hidden(batch)
-        batch.positions = batch.positions.clone()
-        with pytest.raises(AssertionError, match="elsewhere"):
-            graphs.hidden(batch)
+    runner = world.runner
+    batch = runner._builder.build(plan([0], [1]))
+    batch.positions = batch.positions.clone()
+    with pytest.raises(AssertionError, match="elsewhere"):
+        runner._recorded.hidden(batch, runner.attention)
