@@ -15,7 +15,7 @@ from engine.messages import StepPlan
 from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend
 from engine.runner.attention.paged import PagedAttention
-from engine.runner.kv_store import KVTransforms, PagedStore, allocate_pool
+from engine.runner.kv_store import CommittedAhead, KVTransforms, PagedStore, allocate_pool
 from engine.runner.prepare import BatchBuilder, link_to
 from engine.runner.recorded import RecordedModel
 from engine.runner.refresh import RefreshAttention
@@ -51,6 +51,7 @@ class ModelRunner:
             for count, group in zip(num_pages, layout.groups, strict=True)
         )
         """uint8 [pages, block_bytes] of each KV group"""
+        self._committed = [CommittedAhead(pool) for pool in self.pools if device == CPU]
         self.rows = RequestRows(limits.max_num_seqs, limits.max_model_len, layout.block_size, len(self.pools))
         self.attention = PagedAttention(PagedStore(self.pools, layout, transforms), layout)
         self.refresh: RefreshAttention | None = None
@@ -67,12 +68,18 @@ class ModelRunner:
             self.rows.release(slot)
         for row in plan.new_rows:
             self.rows.admit(row, self.config.vocab_size)
+            self._reach(row.block_ids)
         for slot, block_ids in plan.new_blocks:
             self.rows.append_blocks(slot, block_ids)
+            self._reach(block_ids)
         for number, pool in enumerate(self.pools if plan.copies else ()):
             pairs = [(source, destination) for group, source, destination in plan.copies if group == number]
             if pairs and pool.shape[1]:
                 ops.copy_blocks(pool, pairs)
+
+    def _reach(self, block_ids: Sequence[Sequence[int]]) -> None:
+        for committed, ids in zip(self._committed, block_ids, strict=False):  # on a GPU there are none
+            committed.reach(max(ids, default=-1))
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor | None:

@@ -1,5 +1,8 @@
 """The pool's memory, and what is written into it."""
 
+import ctypes
+import mmap
+
 import pytest
 import torch
 from paged import plain_attention
@@ -8,7 +11,7 @@ from configs.errors import StartupError
 from configs.kv import KVFormat, KVLayout, LayerKV
 from engine.model.interface import AttentionLayer, ForwardBatch
 from engine.runner.attention.paged import PagedAttention
-from engine.runner.kv_store import HUGE_PAGE, UNTRANSFORMED, PagedStore, allocate_pool
+from engine.runner.kv_store import HUGE_PAGE, UNTRANSFORMED, CommittedAhead, PagedStore, allocate_pool
 from kernels.ops import KVTransform
 
 CPU = torch.device("cpu")
@@ -31,6 +34,34 @@ def test_memory_outlives_every_other_reference():
 def test_a_pool_that_cannot_be_had_names_the_flags():
     with pytest.raises(StartupError, match=r"--kv-cache-memory-bytes.*--num-gpu-blocks-override"):
         allocate_pool(2**40, 2**20, CPU)
+
+
+def resident(pool: torch.Tensor) -> int:
+    """Bytes of the pool that have memory."""
+    pages = (ctypes.c_ubyte * (pool.nbytes // mmap.PAGESIZE))()
+    address, size = ctypes.c_void_p(pool.data_ptr()), ctypes.c_size_t(pool.nbytes)
+    assert ctypes.CDLL(None, use_errno=True).mincore(address, size, pages) == 0, ctypes.get_errno()
+    return sum(pages) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mincore"), reason="the system does not tell what is resident")
+def test_memory_is_committed_ahead_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CommittedAhead, "AHEAD", 8 << 20)
+    monkeypatch.setattr(CommittedAhead, "PIECE", 4 << 20)
+    pool = allocate_pool(65, 1 << 19, torch.device("cpu"))  # 32.5 MiB
+    pool[0], pool[15] = 3, 7
+    ahead = CommittedAhead(pool)
+
+    def committed(block: int) -> int:
+        ahead.reach(block)
+        ahead._thread.submit(int).result()  # behind what was asked for
+        return resident(pool) >> 20
+
+    if committed(-1) < 8:
+        pytest.skip("this system does not populate memory")
+    assert [committed(block) for block in (0, 8, 7, 15, 3)] == [12, 16, 16, 16, 16]
+    assert committed(64) == 32 and resident(pool) == pool.nbytes
+    assert (pool[0] == 3).all() and (pool[15] == 7).all() and not pool[1:15].any() and not pool[16:].any()
 
 
 def test_elsewhere_torch_allocates_it_there():
