@@ -103,8 +103,8 @@ class PackedLinear(Protocol):
     @property
     def out_features(self) -> int: ...
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, in_features] -> [T, out_features], in the dtype that it was packed for."""
+    def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
+        """x: [T, in_features] -> [T, out_features], in the dtype that it was packed for, or in fp32 (`linear`)."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -198,11 +198,14 @@ def pack_coded_linear(
     return packed
 
 
-def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+def linear(x: torch.Tensor, packed: PackedLinear, wide: bool = False) -> torch.Tensor:
     """x: [T, K], any row stride -> x @ weight.T + bias: [T, N], gated if the weight is. x has the dtype that the weight
-    was packed for."""
+    was packed for.
+
+    wide: the result is fp32, as it was summed; of no gated weight. (oneDNN and torch's products round it first.)
+    """
     assert x.dim() == 2 and x.shape[1] == packed.in_features and _dense(x), (x.shape, x.stride(), packed.in_features)
-    return packed(x)
+    return packed(x, wide)
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: torch.Tensor) -> None:

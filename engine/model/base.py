@@ -45,7 +45,7 @@ class CausalLM(nn.Module, ABC):
     """A decoder with a language-model head, as the runner sees it."""
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """Logits [S, vocab_size] of the rows in `batch.logit_rows`, in the model's dtype."""
+        """Logits [S, vocab_size] of the rows in `batch.logit_rows`."""
         return self.logits(self.hidden(batch, attention))
 
     @abstractmethod
@@ -54,7 +54,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head: [S, hidden_size] -> [S, vocab_size], row by row, in the model's dtype."""
+        """The head: [S, hidden_size] -> [S, vocab_size], row by row, in fp32 or the model's dtype."""
 
 
 class Architecture(CausalLM):

@@ -102,6 +102,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] -> [S, vocab], model dtype, row by row."""
+        """[S, hidden] -> [S, vocab], row by row, in fp32 or the model's dtype."""
         logits: torch.Tensor = self.model.logits(hidden)
         return logits

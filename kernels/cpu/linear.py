@@ -53,7 +53,7 @@ class LinearCall(Call):
     """Mirror of the struct in `csrc/linear.h`."""
 
     rows_ = "rows"
-    _fields_ = (("weight", _PTR), ("x", _PTR), ("x_stride", _I64), ("rows", _I64), ("y", _PTR))
+    _fields_ = (("weight", _PTR), ("x", _PTR), ("x_stride", _I64), ("rows", _I64), ("y", _PTR), ("wide", _I64))
 
 
 class WeightMemory:
@@ -91,12 +91,12 @@ class NativeLinear:
         self._keep = layout, kept
         self._weight = ctypes.addressof(layout)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
         """x: [T, in_features], any row stride -> [T, out_features]."""
         assert x.dtype is self.dtype and x.is_cpu, (x.dtype, self.dtype, x.device)
         rows = x.shape[0]
-        out = fresh((rows, self.out_features), x.dtype)
-        self._entry(LinearCall(self._weight, x.data_ptr(), x.stride(0), rows, out.data_ptr()))
+        out = fresh((rows, self.out_features), torch.float32 if wide else x.dtype)
+        self._entry(LinearCall(self._weight, x.data_ptr(), x.stride(0), rows, out.data_ptr(), wide))
         return out
 
 
@@ -221,11 +221,12 @@ class OneDnnLinear:
     in_features: int
     out_features: int
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
         """x: [T, in_features] -> [T, out_features]. A single row would take another path than several do."""
         rows = x.shape[0]
         out = self._multiply(x.expand(2, -1).contiguous() if rows == 1 else x.contiguous())[:rows]
-        return ops.gate_mul(out, self.gate) if self.gate else out
+        out = ops.gate_mul(out, self.gate) if self.gate else out
+        return out.float() if wide else out
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")

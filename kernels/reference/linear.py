@@ -30,9 +30,10 @@ class TorchLinear:
     def out_features(self) -> int:
         return self.weight.shape[0] // 2 if self.gate else self.weight.shape[0]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
         out = functional.linear(x, self.weight, self.bias)
-        return gate_mul(out, self.gate) if self.gate else out
+        out = gate_mul(out, self.gate) if self.gate else out
+        return out.float() if wide else out
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Gate | None = None) -> TorchLinear:
@@ -57,11 +58,11 @@ class TorchCodedLinear:
         outputs = self.weight.codes.shape[0]
         return outputs // 2 if self.gate else outputs
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
         assert x.dtype is self.dtype, (x.dtype, self.dtype)
         outputs = len(self.weight.codes)
         size = max(1, WIDENED // max(1, self.in_features))
-        out = x.new_empty((x.shape[0], outputs))
+        out = x.new_empty((x.shape[0], outputs), dtype=torch.float32 if wide else x.dtype)
         for start in range(0, outputs, size):
             some = slice(start, start + size)
             bias = None if self.bias is None else self.bias[some]

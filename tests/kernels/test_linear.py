@@ -135,6 +135,18 @@ def test_nothing_behind_the_last_row_is_read(dtype: torch.dtype, isa: str, rows:
         mprotect(whole.data_ptr() + size, page, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
+@pytest.mark.parametrize(("dtype", "isa"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("k", "n"), [(576, 300), (65, 50)])
+def test_wide_results_are_the_sums_unrounded(dtype: torch.dtype, isa: str, k: int, n: int) -> None:
+    x, weight, bias = tensors(k, n, dtype)
+    packed = packer(NativePacker, dtype, isa)(weight, bias)
+    found = packed(x, wide=True)
+    assert found.dtype is torch.float32 and found.is_contiguous()
+    assert torch.equal(found.to(dtype), packed(x))
+    assert_close(found, x, weight, bias)
+    assert torch.equal(packed(x[7:8], wide=True), found[7:8])
+
+
 @pytest.mark.parametrize("dtype", list(ISAS))
 def test_no_rows(dtype: torch.dtype) -> None:
     assert ops.pack_linear(torch.ones(5, 8, dtype=dtype))(torch.empty(0, 8, dtype=dtype)).shape == (0, 5)
@@ -227,6 +239,13 @@ def test_onednn_is_exact_when_it_is_chosen_without_our_library(dtype: str) -> No
     code = WITHOUT_LIBRARY.format(dtype=dtype)
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("dtype", list(ISAS))
+def test_others_give_wide_results_too(dtype: torch.dtype) -> None:
+    x, weight, bias = tensors(33, 70, dtype)
+    for packed in (reference.pack_linear(weight, bias), pack_onednn(weight, bias)):
+        assert torch.equal(packed(x, wide=True), packed(x).float())
 
 
 @pytest.mark.parametrize("dtype", list(ISAS))

@@ -44,6 +44,25 @@ struct LinearCall {
     const void *x;
     int64_t x_stride, rows;
     void *y;
+    int64_t wide;  // y is fp32, and nothing is rounded; of no gated weight
+};
+
+// Where rows of outputs go, from the first one at hand.
+struct Outputs {
+    char *first = nullptr;
+    int64_t row_bytes = 0;
+    bool wide = false;
+
+    Outputs() = default;
+    Outputs(const LinearCall &call, int64_t number_bytes)
+        : first(static_cast<char *>(call.y)),
+          row_bytes(call.weight->n * (call.wide ? 4 : number_bytes)),
+          wide(call.wide) {}
+    Outputs from(int64_t row) const {
+        Outputs rest = *this;
+        rest.first += row * row_bytes;
+        return rest;
+    }
 };
 
 namespace {

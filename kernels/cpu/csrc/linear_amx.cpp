@@ -46,12 +46,13 @@ struct Pending {
     const LinearWeight *w;
     const Sums *sums;  // of each panel
     int64_t block;
-    uint16_t *y;
+    Outputs y;
     int64_t rows, next;  // rows from `next` on are not written yet
 
     void write(int64_t count) {
         const int64_t end = smaller(next + count, rows);
         if (next >= end) return;
+        if (y.wide) return write_rows<Gate::NONE, true>(end);
         switch (static_cast<Gate>(w->gate)) {
             case Gate::NONE: return write_rows<Gate::NONE>(end);
             case Gate::SILU: return write_rows<Gate::SILU>(end);
@@ -60,7 +61,7 @@ struct Pending {
     }
 
   private:
-    template <Gate GATE>
+    template <Gate GATE, bool WIDE = false>
     void write_rows(int64_t end) {
         constexpr int64_t WIDTH = GATE == Gate::NONE ? BLOCK : HALF, AHEAD = 4;  // rows whose places in y are fetched in advance
         const int64_t outputs = smaller(WIDTH, w->n - block * WIDTH);
@@ -69,9 +70,12 @@ struct Pending {
             const float *from = sums[next / PANEL].tile[next % PANEL / ROWS * 2] + next % ROWS * ROWS;
             Vec low = load(from), high = load(from + ROWS * ROWS);
             low = finished(*w, low, block * BLOCK), high = finished(*w, high, block * BLOCK + HALF);
-            uint16_t *to = y + next * w->n + block * WIDTH;
-            __builtin_prefetch(to + AHEAD * w->n, 1);
-            if constexpr (GATE != Gate::NONE) {
+            char *to = y.first + next * y.row_bytes + block * WIDTH * (WIDE ? 4 : 2);
+            __builtin_prefetch(to + AHEAD * y.row_bytes, 1);
+            if constexpr (WIDE) {
+                _mm512_mask_storeu_ps(to, static_cast<__mmask16>(there), low);
+                _mm512_mask_storeu_ps(to + HALF * 4, static_cast<__mmask16>(there >> HALF), high);
+            } else if constexpr (GATE != Gate::NONE) {
                 const Vec v = gated<Bf16Numbers, GATE>(Bf16Numbers::rounded(low), Bf16Numbers::rounded(high));
                 _mm256_mask_storeu_epi16(to, static_cast<__mmask16>(there), Bf16Numbers::narrowed(v));
             } else {
@@ -270,7 +274,7 @@ class Multiplier {
 
     // Packed rows by all blocks of the share.
     template <class Reader>
-    void all_blocks(const Share &share, int64_t rows, uint16_t *y) {
+    void all_blocks(const Share &share, int64_t rows, const Outputs &y) {
         Reader weight(w, share, divide_up(rows, PANEL), scratch);
         for (int64_t block = share.first_block; block < share.end_block; block++) {
             Sums *own = sums + block % 2 * super_panels;
@@ -287,7 +291,7 @@ class Multiplier {
           super_panels(smaller(SUPER_PANELS, 1 + SUPER_BYTES / (steps * 2 * TILE_BYTES))) {}
 
     // False: no memory.
-    bool multiply_share(const uint16_t *x, int64_t x_stride, uint16_t *y, Share share) {
+    bool multiply_share(const uint16_t *x, int64_t x_stride, const Outputs &y, Share share) {
         static thread_local ThreadMemory memory;
         const int64_t all = share.end_row - share.first_row;
         if (all <= 0 || share.first_block == share.end_block) return true;
@@ -304,9 +308,9 @@ class Multiplier {
             const int64_t rows = smaller(super_panels * PANEL, share.end_row - row);
             place_rows(x + row * x_stride, x_stride, rows);
             if (w.codes)
-                with_codes(w, [&](auto codes) { all_blocks<CodeReader<codes()>>(share, rows, y + row * w.n); });
-            else if (rows <= PANEL) all_blocks<UnitReader<true>>(share, rows, y + row * w.n);
-            else all_blocks<UnitReader<false>>(share, rows, y + row * w.n);
+                with_codes(w, [&](auto codes) { all_blocks<CodeReader<codes()>>(share, rows, y.from(row)); });
+            else if (rows <= PANEL) all_blocks<UnitReader<true>>(share, rows, y.from(row));
+            else all_blocks<UnitReader<false>>(share, rows, y.from(row));
         }
         release_tiles();
         return true;
@@ -323,7 +327,7 @@ extern "C" int32_t octavo_linear_bf16_amx(const LinearCall *call) {
         const Share share = share_of(thread, threads, call->rows, blocks_of(w), PANEL);
         Multiplier multiplier(w);
         const auto *x = static_cast<const uint16_t *>(call->x);
-        if (!multiplier.multiply_share(x, call->x_stride, static_cast<uint16_t *>(call->y), share)) failed = true;
+        if (!multiplier.multiply_share(x, call->x_stride, Outputs(*call, 2), share)) failed = true;
     };
     on_threads(threads, body);
     return failed;

@@ -75,7 +75,7 @@ void widen_block(CodeBlock<F, CODES> from, int64_t depth, uint32_t *to) {
 
 // The sums of a row and block -> its outputs.
 template <class Numbers, Gate GATE>
-void write_gated(const LinearWeight &w, const float *sums, int64_t block, typename Numbers::Number *y) {
+void write_gated(const LinearWeight &w, const float *sums, int64_t block, char *row) {
     constexpr int64_t MOST = GATE == Gate::NONE ? BLOCK : HALF;
     alignas(64) typename Numbers::Number numbers[MOST];
     for (int64_t i = 0; i < MOST; i += W) {
@@ -84,22 +84,24 @@ void write_gated(const LinearWeight &w, const float *sums, int64_t block, typena
             v = gated<Numbers, GATE>(Numbers::rounded(v), Numbers::rounded(load(sums + HALF + i)));
         Numbers::store_numbers(numbers + i, v);
     }
-    memcpy(y + block * MOST, numbers, smaller(MOST, w.n - block * MOST) * sizeof *y);
+    constexpr int64_t SIZE = sizeof(typename Numbers::Number);
+    memcpy(row + block * MOST * SIZE, numbers, smaller(MOST, w.n - block * MOST) * SIZE);
 }
 
 template <class Numbers>
-void write_outputs(const LinearWeight &w, const float *sums, int64_t block, typename Numbers::Number *y) {
+void write_outputs(const LinearWeight &w, const float *sums, int64_t block, const Outputs &y) {
+    if (y.wide) return write_gated<Fp32Numbers, Gate::NONE>(w, sums, block, y.first);
     switch (static_cast<Gate>(w.gate)) {
-        case Gate::NONE: return write_gated<Numbers, Gate::NONE>(w, sums, block, y);
-        case Gate::SILU: return write_gated<Numbers, Gate::SILU>(w, sums, block, y);
-        case Gate::GELU_TANH: return write_gated<Numbers, Gate::GELU_TANH>(w, sums, block, y);
+        case Gate::NONE: return write_gated<Numbers, Gate::NONE>(w, sums, block, y.first);
+        case Gate::SILU: return write_gated<Numbers, Gate::SILU>(w, sums, block, y.first);
+        case Gate::GELU_TANH: return write_gated<Numbers, Gate::GELU_TANH>(w, sums, block, y.first);
     }
 }
 
 // M rows x one block.
 template <class F, class Numbers, int M, bool PACKED, class Block>
 void multiply_block(const LinearWeight &w, Block weight, Panel<F, M, PACKED> panel, int64_t block,
-                    typename F::Number *y) {
+                    const Outputs &y) {
     constexpr int N = ACCUMULATORS / M >= BLOCK_VECS ? BLOCK_VECS : 2;
     const int64_t depth = divide_up(w.k, F::PAIR);
     alignas(64) float sums[M][BLOCK];
@@ -121,13 +123,13 @@ void multiply_block(const LinearWeight &w, Block weight, Panel<F, M, PACKED> pan
             for (int m = 0; m < M; m++) store(sums[m] + column, finished(w, sum[m][j], block * BLOCK + column));
         }
     }
-    for (int m = 0; m < M; m++) write_outputs<Numbers>(w, sums[m], block, y + m * w.n);
+    for (int m = 0; m < M; m++) write_outputs<Numbers>(w, sums[m], block, y.from(m));
 }
 
 // As multiply_block, for a number of rows known at run time.
 template <class F, class Numbers, bool PACKED, int M = MOST_ROWS, class Block>
 void multiply_rows(const LinearWeight &w, Block weight, const typename F::Number *x, int64_t stride, int rows,
-                   int64_t block, typename F::Number *y) {
+                   int64_t block, const Outputs &y) {
     if constexpr (M > 1) {
         if (rows < M) return multiply_rows<F, Numbers, PACKED, M - 1>(w, weight, x, stride, rows, block, y);
     }
@@ -147,7 +149,7 @@ void pack_panel(const typename F::Number *x, int64_t stride, int rows, int64_t k
 
 // One thread's rows and blocks. False: no memory.
 template <class F, class Numbers, class Number = typename F::Number>
-bool multiply_share(const LinearWeight &w, const Number *x, int64_t x_stride, Number *y, Share share) {
+bool multiply_share(const LinearWeight &w, const Number *x, int64_t x_stride, const Outputs &y, Share share) {
     static thread_local ThreadMemory memory;
     const int64_t width = divide_up(w.k, F::PAIR) * F::PAIR, all = share.end_row - share.first_row;
     // Rows a multiple of 4096 bytes apart would fight for the same places of the cache.
@@ -168,7 +170,7 @@ bool multiply_share(const LinearWeight &w, const Number *x, int64_t x_stride, Nu
         for (int64_t block = share.first_block; block < share.end_block; block++) {
             const auto multiply = [&](auto weight) {
                 for (int64_t r = 0; r < rows; r += panel) {
-                    Number *to = y + (row + r) * w.n;
+                    const Outputs to = y.from(row + r);
                     const Number *own = in_place ? x + row * x_stride : packed + r * width;
                     if (in_place) multiply_rows<F, Numbers, false>(w, weight, own, x_stride, rows_of(r), block, to);
                     else multiply_rows<F, Numbers, true>(w, weight, own, 0, rows_of(r), block, to);
@@ -196,7 +198,7 @@ int32_t linear(const LinearCall &call) {
     auto body = [&](int thread) {
         const Share share = share_of(thread, threads, call.rows, blocks_of(w), MOST_ROWS);
         const auto *x = static_cast<const Number *>(call.x);
-        if (!multiply_share<F, Numbers>(w, x, call.x_stride, static_cast<Number *>(call.y), share)) failed = true;
+        if (!multiply_share<F, Numbers>(w, x, call.x_stride, Outputs(call, sizeof(Number)), share)) failed = true;
     };
     on_threads(threads, body);
     return failed;
