@@ -260,6 +260,11 @@ class EngineClient:
         """Sequences submitted and not finished."""
         return len(self._open)
 
+    def _age(self) -> float:
+        """Seconds since the oldest open sequence came: sequences are kept in that order. 0.0 if there is none."""
+        oldest = next(iter(self._open.values()), None)
+        return 0.0 if oldest is None else time.monotonic() - oldest.request.arrival
+
     def queue_is_full(self) -> bool:
         return self.line.is_full(self.stats)
 
@@ -279,7 +284,7 @@ class EngineClient:
 
     def _require_room(self, sequences: int, tokens: int) -> None:
         """A request that finds the engine idle is never refused: no later try could do better."""
-        refusal = self.line.refusal(self.stats, sequences, tokens) if self._open else None
+        refusal = self.line.refusal(self.stats, sequences, tokens, self._age()) if self._open else None
         if refusal is not None:
             self._reject(refusal.reason)
             raise refusal
@@ -361,7 +366,7 @@ class EngineClient:
         deadline = sequence.request.deadline
         if sequence.timings.first_scheduled == 0.0 and deadline is not None and time.monotonic() >= deadline:
             self._reject("queue_timeout")
-            return self.line.timed_out(self.stats, output.error or "The request has waited too long.")
+            return self.line.timed_out(self.stats, output.error or "The request has waited too long.", self._age())
         return RequestFailed(output.error or "The request failed.")
 
     def _count(self, sequence: Sequence, tokens: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Throughput:
-    """Sequences finished within the last minute: what Retry-After is computed from."""
+    """What Retry-After is computed from: sequences finished within the last minute, else how long one takes already."""
 
     clock: Callable[[], float] = time.monotonic
     marks: deque[float] = field(default_factory=lambda: deque(maxlen=64))
@@ -16,12 +16,14 @@ class Throughput:
     def finished(self) -> None:
         self.marks.append(self.clock())
 
-    def seconds_for(self, sequences: int) -> float:
-        """Time to finish so many at the measured rate, between 1 and 120 s (clients ignore more)."""
+    def seconds_for(self, sequences: int, running: int, age: float) -> float:
+        """Time to finish so many at the measured rate, between 1 and 120 s (clients ignore more). Where none has been
+        finished, the `running` ones take at least as long again as the oldest has taken, `age` seconds."""
         now = self.clock()
         while self.marks and now - self.marks[0] > 60.0:  # what was before a quiet time tells nothing
             self.marks.popleft()
         if len(self.marks) < 2:
-            return 1.0
-        rate = len(self.marks) / max(now - self.marks[0], 1e-3)
-        return min(max(sequences / rate, 1.0), 120.0)
+            seconds = age * max(sequences / max(running, 1), 1.0)
+        else:
+            seconds = sequences * max(now - self.marks[0], 1e-3) / len(self.marks)
+        return min(max(seconds, 1.0), 120.0)

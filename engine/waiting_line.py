@@ -52,28 +52,33 @@ class WaitingLine:
         limit = self.limits.max_num_queued_reqs
         return limit is not None and self.length(stats) >= max(limit, 1)
 
-    def refusal(self, stats: Stats, sequences: int, tokens: int) -> Overloaded | None:
-        """Of so many more, with so many prompt tokens in all; None where there is room."""
+    def refusal(self, stats: Stats, sequences: int, tokens: int, age: float) -> Overloaded | None:
+        """Of so many more, with so many prompt tokens in all; None where there is room. age: seconds since the oldest
+        open sequence came."""
         queued = self._beyond_rows(stats) + sequences
         limit = self.limits.max_num_queued_reqs
         if limit is not None and queued > limit:
             text = f"{queued} sequences would wait; the limit is {limit}"
-            return self._overloaded("max_num_queued_reqs", text, queued)
+            return self._overloaded("max_num_queued_reqs", text, self._seconds_for(queued, stats, age))
         limit = self.limits.max_num_queued_tokens
         queued_tokens = stats.waiting_tokens + sum(t for _, t in self._on_their_way) + tokens
         if limit is not None and queued > 0 and queued_tokens > limit:
             text = f"{queued_tokens} prompt tokens would wait; the limit is {limit}"
-            return self._overloaded("max_num_queued_tokens", text, queued)
+            return self._overloaded("max_num_queued_tokens", text, self._seconds_for(queued, stats, age))
         return None
 
-    def timed_out(self, stats: Stats, text: str) -> Overloaded:
-        """Of a sequence that has waited too long."""
-        return Overloaded(text, self.throughput.seconds_for(max(self.length(stats), 1)), "queue_timeout")
+    def timed_out(self, stats: Stats, text: str, age: float) -> Overloaded:
+        """Of a sequence that has waited too long. age: as above."""
+        return Overloaded(text, self._seconds_for(max(self.length(stats), 1), stats, age), "queue_timeout")
+
+    def _seconds_for(self, queued: int, stats: Stats, age: float) -> float:
+        return self.throughput.seconds_for(queued, stats.running, age)
 
     def _beyond_rows(self, stats: Stats) -> int:
         free = max(0, self.limits.max_num_seqs - stats.running)
         return stats.waiting + len(self._on_their_way) - free
 
-    def _overloaded(self, reason: str, text: str, queued: int) -> Overloaded:
+    @staticmethod
+    def _overloaded(reason: str, text: str, seconds: float) -> Overloaded:
         flag = reason.replace("_", "-")
-        return Overloaded(f"The queue is full: {text} (--{flag}).", self.throughput.seconds_for(queued), reason)
+        return Overloaded(f"The queue is full: {text} (--{flag}).", seconds, reason)

@@ -173,6 +173,7 @@ class BoundedHTTP(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
+        cycle.scope["state"]["abort"] = self.transport.abort
         super()._start_asgi_task(cycle, _unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_message_complete(self) -> None:

@@ -18,7 +18,7 @@ PERIOD_SECONDS = 10.0
 MAX_REMEMBERED = 4096
 """Ended requests whose line has not been written yet: one that never will be must not stay for ever."""
 GONE = 499
-"""The status of a request whose client went away before there was one; nobody is sent it."""
+"""The status of a request whose client went away before there was one, or stopped reading; nobody is sent it."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine import NotReady
 from server.auth import PROBES
 from server.errors import problem_of
-from server.logs import RequestLog
+from server.logs import GONE, RequestLog
 from server.metrics import Metrics
 from server.request_id import request_id_from
 
@@ -71,6 +71,8 @@ class RequestContext:
             return
         # The template, not the path: labels must stay few whatever clients ask for.
         handler = getattr(scope.get("route"), "path", "none")
+        if scope["state"].get("given_up"):  # see streaming.py: it began well, and was not read to its end
+            status = GONE
         self._metrics.http_request(handler, scope["method"], status, seconds)
         if scope["path"] == _POLLED and status == 200:
             return

@@ -315,7 +315,7 @@ def _advice(plan: Plan) -> list[str]:
     if best is None:
         split = f"; --tp {plan.ranks_for_load} does" if plan.ranks_for_load else ""
         fewer = [f"{each.at_load} run at once with {each.words}." for each in plan.options if each.kind == "requests"]
-        return [f"None of the changes above makes it fit alone{split}.", *fewer]
+        return [f"No single change above makes it fit{split}.", *fewer]
     if best.kind == "memory":
         return [f"The memory is there: {best.words} gives it to the KV cache."]
     if best.kind == "weights":

@@ -80,21 +80,27 @@ class EventStream(Response):
                 pump.result()
             else:
                 self._metrics.client_disconnected()
+        except TimeoutError:
+            logger.warning("a stream's reader took nothing for %g s: given up", self._stall_seconds)
+            scope["state"]["given_up"] = True
+            scope["state"]["abort"]()  # see http_protocol.py: closed in peace, the connection would wait for its reader
+            await gone
         finally:
             self._generation.close()
             await _cancel(pump, gone)
 
     async def _pump(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        """Raises TimeoutError when its reader stalls."""
         patience = Patience(self._stall_seconds)
         try:
+            with patience:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async with aclosing(self._frames) as frames:
                 async for data in frames:
                     with patience:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            logger.warning("a stream's reader took nothing for %g s: given up", self._stall_seconds)
+            with patience:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             patience.close()
 

@@ -18,6 +18,7 @@ from configs.load import FlagParser
 from server.bench.drive import Load
 from server.bench.endpoint import Endpoint
 from server.bench.report import Outcome, Report
+from server.bench.values import printable
 from server.bench.workloads import MIN_CHARACTERS, WARM_UP, WORKLOADS, Cutter, Round, python_text
 
 MAX_CHARACTERS = 10_000_000
@@ -93,6 +94,8 @@ def run(arguments: Sequence[str]) -> int:
     print(found if own.json == "-" else report.as_text())
     if file is not None:
         _write(file, found)
+    if report.is_empty:
+        return 2
     return 1 if report.num_failed else 0
 
 
@@ -150,7 +153,7 @@ async def _measure(question: Question) -> Report:
         tokens = await _warmed_up(endpoint, question, warm_up)
         if place == 0 and tokens:
             cutter.characters_a_token = sum(len(turn.prompt) for [turn] in warm_up) / tokens
-    servers = [{"url": one.url, "model": one.model, "max_model_len": one.window} for one in endpoints]
+    servers = [{"url": one.url, "model": printable(one.model), "max_model_len": one.window} for one in endpoints]
     report = Report(servers, question.seed, question.rounds)
     each = sum(WORKLOADS[name].conversations * WORKLOADS[name].turns for name in question.names)
     total = each * question.rounds * len(endpoints)

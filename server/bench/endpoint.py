@@ -15,12 +15,11 @@ from urllib.parse import urlsplit
 import httptools
 
 from configs.errors import SettingsError, StartupError, shown
+from server.bench.values import MAX_WORDS, count, error_words, num_tokens, parse, printable, windows_of, words_of
 
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 600.0
 """A request that hears nothing for so long has failed."""
-MAX_WORDS = 300
-"""Characters of an error that are shown."""
 TOO_LONG = re.compile(r"context.?(length|size|window)", re.IGNORECASE)
 """Stands in the refusal of a prompt that is too long: Octavo, vLLM, SGLang, llama.cpp and OpenAI."""
 
@@ -29,7 +28,7 @@ class RequestError(Exception):
     """One request failed, and why, on one line. `too_long`: its prompt does not fit the server's window."""
 
     def __init__(self, words: str, status: int | None = None) -> None:
-        super().__init__(" ".join(words.split())[:MAX_WORDS])
+        super().__init__(printable(" ".join(words.split())[:MAX_WORDS])[:MAX_WORDS])
         self.status = status
         self.too_long = status == 400 and TOO_LONG.search(words) is not None
 
@@ -51,12 +50,12 @@ class Answer:
     def take(self, event: dict[str, Any], now: float) -> None:
         """One event of the stream. Raises `RequestError`; `AttributeError` or `TypeError` if it is of another shape."""
         if event.get("error"):
-            raise RequestError(_words_of(event))
+            raise RequestError(words_of(event))
         usage = event.get("usage") or {}
         details = usage.get("prompt_tokens_details") or {}
-        self.prompt_tokens = _number(usage.get("prompt_tokens")) or self.prompt_tokens
-        self.output_tokens = _number(usage.get("completion_tokens")) or self.output_tokens
-        self.cached_tokens = _number(details.get("cached_tokens")) if details else self.cached_tokens
+        self.prompt_tokens = _latest(usage.get("prompt_tokens"), self.prompt_tokens)
+        self.output_tokens = _latest(usage.get("completion_tokens"), self.output_tokens)
+        self.cached_tokens = _latest(details.get("cached_tokens"), self.cached_tokens)
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or choice
             said = delta.get("text") or delta.get("content") or ""
@@ -91,8 +90,7 @@ class Endpoint:
     async def find_model(self, wanted: str | None) -> None:
         """Sets `model` and `window` from the server's list of models. Raises `StartupError`."""
         try:
-            listed = json.loads(await self._whole("GET", "/v1/models"))["data"]
-            windows = {str(card["id"]): _number(card.get("max_model_len")) for card in listed}
+            windows = windows_of(await self._whole("GET", "/v1/models"))
         except RequestError as error:
             raise self._refusal(error) from None
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -100,7 +98,9 @@ class Endpoint:
         if not windows:
             raise StartupError(f"{self.url} serves no model.")
         if wanted is not None and wanted not in windows:
-            raise StartupError(f"{self.url} serves no model {wanted!r}, but {', '.join(windows)}: see --model.")
+            raise StartupError(
+                f"{self.url} serves no model {wanted!r}, but {', '.join(map(printable, windows))}: see --model."
+            )
         self.model = wanted or next(iter(windows))
         self.window = windows[self.model]
 
@@ -115,7 +115,7 @@ class Endpoint:
         """Its tokens; None where the server has no /tokenize."""
         body = {"model": self.model, "prompt": text, "content": text}  # llama.cpp reads `content`, others `prompt`
         try:
-            return len(json.loads(await self._whole("POST", "/tokenize", body))["tokens"])
+            return num_tokens(await self._whole("POST", "/tokenize", body))
         except (RequestError, ValueError, TypeError, KeyError):
             return None
 
@@ -160,6 +160,8 @@ class Endpoint:
             writer.write(head.encode() + content)
             await response.read_head()
             yield response
+        except httptools.HttpParserUpgrade:
+            raise RequestError(f"it answers in another protocol than HTTP (HTTP {response.status})") from None
         except httptools.HttpParserError:
             raise RequestError("what it answers is not HTTP") from None
         except OSError as error:
@@ -225,29 +227,23 @@ class _Response:
 
 def _take(answer: Answer, data: bytes, now: float) -> None:
     try:
-        answer.take(json.loads(data), now)
+        answer.take(parse(data), now)
     except (ValueError, AttributeError, TypeError):
         words = shown(data.decode(errors="replace"))
         raise RequestError(f"the stream has an event of another shape than OpenAI's: {words}") from None
 
 
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
+def _latest(said: Any, before: int | None) -> int | None:
+    """Some servers count in every event: the last one that does is right. 0 is a count. Raises `RequestError`."""
+    try:
+        found = count(said)
+    except ValueError as error:
+        raise RequestError(f"the stream's usage cannot be: {error}") from None
+    return before if found is None else found
 
 
 def _refused(status: int, content: bytes) -> RequestError:
-    try:
-        words = _words_of(json.loads(content))
-    except ValueError:
-        words = content.decode(errors="replace")
-    return RequestError(f"HTTP {status}: {words}".rstrip(": \n"), status)
-
-
-def _words_of(body: Any) -> str:
-    """What an error's JSON says: `error.message`, `message` or `detail`."""
-    error = body.get("error", body) if isinstance(body, dict) else body
-    said = (error.get("message") or error.get("detail")) if isinstance(error, dict) else error
-    return str(said or error)
+    return RequestError(f"HTTP {status}: {error_words(content)}".rstrip(": \n"), status)
 
 
 def _reason(error: Exception) -> str:

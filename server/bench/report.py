@@ -54,6 +54,10 @@ class Report:
     def num_failed(self) -> int:
         return sum(one.failed for outcome in self.outcomes.values() for rounds in outcome.rounds for one in rounds)
 
+    @property
+    def is_empty(self) -> bool:
+        return all(outcome.skipped is not None for outcome in self.outcomes.values())
+
     def as_json(self) -> dict[str, Any]:
         workloads = {name: self._workload(outcome) for name, outcome in self.outcomes.items()}
         return {

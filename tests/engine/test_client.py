@@ -45,14 +45,24 @@ def test_a_client_that_cannot_read_any_more_is_dead_and_says_so(monkeypatch: pyt
 def test_retry_after_follows_what_was_finished_within_the_last_minute():
     now = 1000.0
     throughput = Throughput(lambda: now)
-    assert throughput.seconds_for(10) == 1.0
+    assert throughput.seconds_for(10, 5, 0.1) == 1.0
     for _ in range(20):
         now += 0.5
         throughput.finished()
-    assert throughput.seconds_for(10) == pytest.approx(4.75)
-    assert throughput.seconds_for(10**6) == 120.0
+    assert throughput.seconds_for(10, 5, 100.0) == pytest.approx(4.75)
+    assert throughput.seconds_for(10**6, 5, 100.0) == 120.0
     now += 3600
-    assert throughput.seconds_for(10) == 1.0
+    assert throughput.seconds_for(10, 5, 0.1) == 1.0
+
+
+def test_retry_after_before_anything_was_finished():
+    throughput = Throughput(lambda: 1000.0)
+    for _ in range(2):
+        assert throughput.seconds_for(2, 8, 15.0) == 15.0, "a seat is free no sooner"
+        assert throughput.seconds_for(16, 8, 15.0) == 30.0
+        assert throughput.seconds_for(1, 0, 15.0) == 15.0, "the engine has yet to say how many run"
+        assert throughput.seconds_for(16, 8, 1000.0) == 120.0
+        throughput.finished()  # one alone has no rate
 
 
 def test_the_watchdog_counts_only_what_it_was_awake_for():

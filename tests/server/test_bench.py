@@ -136,7 +136,7 @@ def test_a_short_window_skips_with_the_numbers(capsys: pytest.CaptureFixture[str
         code, out, _ = bench(capsys, url_of(server), "--workloads", "W4", "--rounds", "1")
     words = f"it takes 6,064 tokens, and the window of {url_of(server)} is 6,063"
     assert report["workloads"]["W4"]["skipped"] == words and "servers" in report["workloads"]["W1"]
-    assert code == 0 and out.endswith(f"64 out\n  skipped: {words}\n")
+    assert code == 2 and out.endswith(f"64 out\n  skipped: {words}\n"), "nothing was measured"
 
 
 def test_json_in_a_file_beside_the_table(server: ScriptedServer, capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -247,6 +247,9 @@ def run_w1(server: Canned, capsys: pytest.CaptureFixture[str], code: int = 1, *a
     return rounds(found(capsys, server.url, "--workloads", "W1", "--rounds", "1", *argv, code=code), "W1")[0]
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+UPGRADED = "it answers in another protocol than HTTP (HTTP 101)"
+ODD_USAGE = "the stream's usage cannot be: {} is no number of tokens"
 BREAKS = {
     "refused": (reply({"error": {"message": "out of luck"}}, 500), "HTTP 500: out of luck"),
     "plain words": (reply("bad\n gateway", 502), "HTTP 502: bad gateway"),
@@ -264,6 +267,21 @@ BREAKS = {
         "the stream has an event of another shape than OpenAI's: '{\"choices\": [3]}'",
     ),
     "no text": (streamed(piece("", "stop"), "[DONE]"), "the answer has no text"),
+    "terminal": (
+        reply({"error": {"message": "\x1b[2Jboom\ud800\x00 \x9b"}}, 500),
+        r"HTTP 500: \x1b[2Jboom\ud800\x00 \x9b",
+    ),
+    "terminal event": (streamed({"error": {"message": "\x1b[2Jboom"}}), r"\x1b[2Jboom"),
+    "101": (b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n", UPGRADED),
+    "deep": (streamed(DEEP), f"the stream has an event of another shape than OpenAI's: '{'[' * 58}…"),
+    "deep error": (reply(DEEP, 500), f"HTTP 500: {'[' * 290}"),
+    "error of lists": (reply({"error": {"message": [1, ["\x1b"]]}}, 500), r"HTTP 500: [1, ['\x1b']]"),
+    **{
+        f"usage {wrong}": (streamed(usage(1, wrong)), ODD_USAGE.format(repr(wrong)))
+        for wrong in (-1, True, 10**10, 1.5, "7")
+    },
+    "usage huge": (streamed(usage(10**400, 1)), ODD_USAGE.format(f"1{'0' * 58}…")),
+    "usage cached": (streamed({"usage": {"prompt_tokens_details": {"cached_tokens": -1}}}), ODD_USAGE.format(-1)),
     "no HTTP": (b"220 mail\r\n\r\n", "what it answers is not HTTP"),
 }
 
@@ -412,6 +430,9 @@ def test_which_model(capsys: pytest.CaptureFixture[str]):
         (reply("<html>"), "/v1/models does not answer as an OpenAI-compatible server does."),
         (reply({"data": [1]}), "/v1/models does not answer as an OpenAI-compatible server does."),
         (reply([]), "/v1/models does not answer as an OpenAI-compatible server does."),
+        (reply('{"data":' + DEEP + "}"), "/v1/models does not answer as an OpenAI-compatible server does."),
+        (BREAKS["101"][0], f"does not answer: {UPGRADED}."),
+        (reply({"error": {"message": "\x1b[2J"}}, 500), r"HTTP 500: \x1b[2J."),
         (b"SSH-2.0-OpenSSH\r\n", "does not answer: what it answers is not HTTP."),
         (b"", "does not answer: the server closed the connection before the answer ended."),
     ],
@@ -420,6 +441,39 @@ def test_what_is_no_server(answer: bytes, words: str, capsys: pytest.CaptureFixt
     with canned(lambda path, body: answer) as server:
         said = refusal(capsys, server.url)
     assert said.startswith(f"octavo: {server.url}") and words in said
+
+
+@pytest.mark.parametrize("length", [-5, 0, True, 10**400, 1.5, "300", None])
+def test_a_window_that_is_none(length: Any, capsys: pytest.CaptureFixture[str]):
+    with canned(scripted(lambda n, body: whole(body), models("m", max_model_len=length))) as server:
+        report = found(capsys, server.url, "--workloads", "W1", "--rounds", "1")
+    assert report["servers"][0]["max_model_len"] is None and report["failed"] == 0
+
+
+def test_a_model_whose_name_a_terminal_would_obey(capsys: pytest.CaptureFixture[str]):
+    name, escaped = "m\x1b[2J\ud800\n", r"m\x1b[2J\ud800\n"
+    with canned(scripted(lambda n, body: whole(body), models(name))) as server:
+        code, out, _ = bench(capsys, server.url, "--workloads", "W1", "--rounds", "1")
+        assert code == 0 and out.splitlines()[1] == f"{escaped} at {server.url}"
+        report = found(capsys, server.url, "--workloads", "W1", "--rounds", "1")
+        assert report["servers"][0]["model"] == escaped
+        assert {body["model"] for body in server.bodies("/v1/completions")} == {name}
+        assert refusal(capsys, server.url, "--model", "x").endswith(f"'x', but {escaped}: see --model.\n")
+
+
+@pytest.mark.parametrize("said", [DEEP, '{"tokens":' + DEEP + "}", '{"tokens": "abc"}', '{"tokens": []}', "[]"])
+def test_a_tokenize_that_is_none(said: str, capsys: pytest.CaptureFixture[str]):
+    plain = scripted(lambda n, body: whole(body))
+    with canned(lambda path, body: reply(said) if path == "/tokenize" else plain(path, body)) as server:
+        run_w1(server, capsys, 0)
+
+
+def test_a_usage_of_no_tokens_is_a_count(capsys: pytest.CaptureFixture[str]):
+    none = streamed(piece("x", "length"), usage(0, 0), "[DONE]")
+    with canned(scripted(lambda n, body: none)) as server:
+        one = run_w1(server, capsys, 0)
+        assert (one["prompt_tokens"], one["output_tokens"], one["counts_chunks"], one["short"]) == (0, 0, False, 8)
+        assert bench(capsys, server.url, "--workloads", "W1", "--rounds", "1")[0] == 0
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]):

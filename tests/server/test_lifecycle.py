@@ -3,16 +3,20 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from kit import MODEL, PATIENCE, ScriptedServer, Stream, endless, eventually, receive_until
 
 from engine.errors import EngineDead
 from server.limits import HTTPLimits
+from server.metrics import Metrics
+from server.streaming import EventStream
 
 SCRIPTS = {"long": endless, "s1": b"ABCDEF", "ill": b"ABC"}
 
@@ -89,8 +93,9 @@ def test_a03_several_prompts_are_one_request(start):
     assert server.metric("octavo_requests_finished_total", reason="abort") == 1
 
 
-def test_a_reader_that_stalls_is_given_up(start):
+def test_a_reader_that_stalls_is_given_up(start, caplog: pytest.LogCaptureFixture):
     """It has a window of a few kilobytes and reads nothing; what waits for it stays bounded, and then it is dropped."""
+    caplog.set_level(logging.INFO)
     server = start(window=8000, num_blocks=2500, limits=HTTPLimits(stall_seconds=0.5), send_buffer=4096)
     body = json.dumps({"model": MODEL, "prompt": "long", "max_tokens": 7000, "stream": True, "logprobs": 5}).encode()
 
@@ -106,9 +111,47 @@ def test_a_reader_that_stalls_is_given_up(start):
             server.step(given_up)
         server.executor.allow(None)
         server.assert_idle()
+        left = 0
+        while data := connection.recv(1 << 16):
+            left += len(data)
+        assert left < 1 << 16, "what the kernel had; closed in peace, the server would have kept its own buffer for it"
+    [line] = [record.fields for record in caplog.records if record.name == "octavo.access"]
+    assert line["status"] == 499 and not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert server.metric("octavo_requests_finished_total", reason="length") == 0
     assert server.metric("octavo_requests_finished_total", reason="abort") == 1
     assert server.metric("vllm:request_success_total", finished_reason="abort") == 1
+
+
+@pytest.mark.parametrize("last", ["http.response.start", "frame", "end"])
+def test_a_reader_that_stalls_at_any_message(last: str):
+    """Here the server is played: how much of an answer a real one's buffers hold cannot be chosen to the byte."""
+
+    class NoGeneration:
+        is_closed = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        yield b"frame"
+
+    async def stream() -> None:
+        cut, generation = asyncio.Event(), NoGeneration()
+        scope: dict[str, Any] = {"type": "http", "state": {"abort": cut.set}}
+
+        async def receive() -> dict[str, Any]:
+            await cut.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            kind = message.get("body", b"").decode() or ("end" if "body" in message else message["type"])
+            if kind == last:
+                await asyncio.Event().wait()
+
+        await EventStream(generation, frames(), Metrics(), 0.05)(scope, receive, send)
+        assert cut.is_set() and scope["state"]["given_up"] and generation.is_closed
+
+    asyncio.run(asyncio.wait_for(stream(), PATIENCE))
 
 
 # ---------------------------------------------------------------------- A07

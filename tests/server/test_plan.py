@@ -98,10 +98,10 @@ def test_windows_formats_and_gpus_in_words(tmp_path: Path, capsys: pytest.Captur
             ("--memory", "20GiB", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "3GiB"),
             "It takes 44.93 GiB of main memory, 32 GiB of it KV cache. With this change",
         ),
-        (("--gpu", "32GiB", "--max-num-seqs", "320"), "None of the changes above makes it fit alone; --tp 32 does."),
+        (("--gpu", "32GiB", "--max-num-seqs", "320"), "No single change above makes it fit; --tp 32 does."),
         (
             ("--gpu", "18GiB", "--max-num-seqs", "512"),
-            "1 fits. It takes 1.126 TiB of a GPU's memory, 1 TiB of it KV cache. None of the changes above makes",
+            "1 fits. It takes 1.126 TiB of a GPU's memory, 1 TiB of it KV cache. No single change above makes it fit.",
         ),
         (("--gpu", "80GiB", "--context", "1", "--max-num-seqs", "1"), "The load is 1 request of 1 token at once"),
         (
