@@ -2,6 +2,8 @@
 
 import ctypes
 import mmap
+import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -71,11 +73,11 @@ def _anonymous(size: int) -> mmap.mmap:
 
 
 class CommittedAhead:
-    """Has the system provide a pool's memory in the background, some way ahead of the highest block in use: a step that
+    """Has the system provide a pool's memory in idle time, some way ahead of the highest block in use: a step that
     writes to a page for the first time would wait for it. (In a virtual machine, where its host has to find the memory
     too, that took a tenth of the time of a long prompt.)"""
 
-    AHEAD, PIECE = 256 << 20, 32 << 20
+    AHEAD, PIECE = 1 << 30, 32 << 20
     """Bytes: how far ahead, and how much at once."""
     MADV_POPULATE_WRITE = 23
     """Linux 5.14. It changes nothing that is in the pages; other systems refuse it, and pages come as they are used."""
@@ -84,7 +86,7 @@ class CommittedAhead:
         """pool: uint8 [blocks, block_bytes], as `allocate_pool` gives it for the CPU."""
         self._pool, self._asked = pool, 0
         self._madvise = getattr(ctypes.CDLL(None), "madvise", None)
-        self._thread = ThreadPoolExecutor(1, "kv-pool")
+        self._thread = ThreadPoolExecutor(1, "kv-pool", _take_idle_time_only)
         self.reach(-1)
 
     def reach(self, block: int) -> None:
@@ -99,6 +101,12 @@ class CommittedAhead:
         address = ctypes.c_void_p(self._pool.data_ptr() + start)  # a multiple of PIECE from huge-page aligned memory
         if self._madvise is not None and self._madvise(address, ctypes.c_size_t(size), self.MADV_POPULATE_WRITE):
             self._madvise = None
+
+
+def _take_idle_time_only() -> None:
+    """Of this thread, where the system has such a rule (Linux)."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
 
 
 class PagedStore:
