@@ -37,6 +37,7 @@ class GroupedWeight:
         assert self.scales.dtype in (torch.float16, torch.float32), self.scales.dtype
         for other in () if self.minimums is None else (self.minimums,):
             assert other.shape == self.scales.shape and other.dtype is self.scales.dtype, (other.shape, other.dtype)
+        assert self.minimums is None or self.lowest == 0, self.lowest
         assert self.group % 16 == 0 and self.lowest in CODES[self.bits], (self.group, self.bits, self.lowest)
 
     @property

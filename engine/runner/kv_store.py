@@ -1,11 +1,11 @@
 """The KV pools' memory, and what writes K and V into them."""
 
+import contextlib
 import ctypes
 import mmap
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -77,36 +77,38 @@ class CommittedAhead:
     writes to a page for the first time would wait for it. (In a virtual machine, where its host has to find the memory
     too, that took a tenth of the time of a long prompt.)"""
 
-    AHEAD, PIECE = 1 << 30, 32 << 20
-    """Bytes: how far ahead, and how much at once."""
+    AHEAD, PIECE = 1 << 30, 2 << 20
+    """Bytes: how far ahead, and how much at once, while no other thread may change the memory's map."""
     MADV_POPULATE_WRITE = 23
     """Linux 5.14. It changes nothing that is in the pages; other systems refuse it, and pages come as they are used."""
 
     def __init__(self, pool: torch.Tensor) -> None:
         """pool: uint8 [blocks, block_bytes], as `allocate_pool` gives it for the CPU."""
-        self._pool, self._asked = pool, 0
+        self._pool = pool
+        self._wanted = self._committed = 0
         self._madvise = getattr(ctypes.CDLL(None), "madvise", None)
-        self._thread = ThreadPoolExecutor(1, "kv-pool", _take_idle_time_only)
+        self._thread: threading.Thread | None = None
         self.reach(-1)
 
     def reach(self, block: int) -> None:
         """This block is about to be used."""
         end = min(self._pool.nbytes, (block + 1) * self._pool.shape[1] + self.AHEAD)
-        while self._asked < end and self._madvise is not None:
-            size = min(self.PIECE, self._pool.nbytes - self._asked)
-            self._thread.submit(self._commit, self._asked, size)
-            self._asked += size
+        if end <= self._wanted or self._madvise is None:
+            return
+        self._wanted = end
+        if self._thread is None or not self._thread.is_alive():  # one that is about to end leaves the rest to the next
+            self._thread = threading.Thread(target=self._commit, name="kv-pool", daemon=True)
+            self._thread.start()
 
-    def _commit(self, start: int, size: int) -> None:
-        address = ctypes.c_void_p(self._pool.data_ptr() + start)  # a multiple of PIECE from huge-page aligned memory
-        if self._madvise is not None and self._madvise(address, ctypes.c_size_t(size), self.MADV_POPULATE_WRITE):
-            self._madvise = None
-
-
-def _take_idle_time_only() -> None:
-    """Of this thread, where the system has such a rule (Linux)."""
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+    def _commit(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # a thread has a priority of its own on Linux only
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        while self._committed < self._wanted and self._madvise is not None:
+            address = ctypes.c_void_p(self._pool.data_ptr() + self._committed)  # a multiple of PIECE, so of a page
+            size = min(self.PIECE, self._pool.nbytes - self._committed)
+            if self._madvise(address, ctypes.c_size_t(size), self.MADV_POPULATE_WRITE):
+                self._madvise = None
+            self._committed += size
 
 
 class PagedStore:

@@ -1,7 +1,7 @@
 """StepPlan to ForwardBatch: numpy gathers from the rows into a buffer that is made once (`staging`).
 
 A step's tensors are views of that buffer, or of its copy on the device: they are valid until the next `build`. Each
-lies where that of every other step lies, as `recorded` needs it.
+begins where that of every other step does, as `recorded` needs it.
 """
 
 import numpy as np

@@ -92,8 +92,9 @@ class Staging:
         return self.table(values[None], len(values))[0]
 
     def table(self, values: npt.NDArray[Any], stride: int) -> torch.Tensor:
-        """int32 [n, m] on the device, from integers that fit; rows are `stride` >= m numbers apart."""
+        """int32 [n, m] on the device, from integers that fit; on the CPU rows are `stride` >= m numbers apart."""
         rows, width = values.shape
+        stride = stride if self._link is None else width  # what is sent is dense
         start = 2 * self._next()
         end = start + rows * stride
         self._halves[start:end].reshape(rows, stride)[:, :width] = values

@@ -87,6 +87,7 @@ class NativeLinear:
         self.in_features: int = layout.k
         self.out_features: int = layout.n
         self.dtype = dtype
+        self.is_gated = bool(layout.gate)
         self._entry = entry
         self._keep = layout, kept
         self._weight = ctypes.addressof(layout)
@@ -94,6 +95,7 @@ class NativeLinear:
     def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
         """x: [T, in_features], any row stride -> [T, out_features]."""
         assert x.dtype is self.dtype and x.is_cpu, (x.dtype, self.dtype, x.device)
+        assert not (wide and self.is_gated), "sums of a gated weight are no outputs"
         rows = x.shape[0]
         out = fresh((rows, self.out_features), torch.float32 if wide else x.dtype)
         self._entry(LinearCall(self._weight, x.data_ptr(), x.stride(0), rows, out.data_ptr(), wide))

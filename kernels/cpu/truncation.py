@@ -17,7 +17,7 @@ _DRAW_TRUNCATED = (_PTR, _PTR, _I64, _I64, _I64, _PTR, _I64, _PTR, _PTR, _PTR, _
 class NativeDraw:
     """`draw_truncated`."""
 
-    entry: Callable[..., None]
+    entry: Callable[..., int]
 
     def __call__(
         self,
@@ -31,11 +31,13 @@ class NativeDraw:
     ) -> torch.Tensor:
         drawn = torch.empty_like(rows)
         # fmt: off
-        self.entry(
+        failed = self.entry(
             x.data_ptr(), weights.data_ptr(), x.stride(0), weights.stride(0), x.shape[1], rows.data_ptr(), len(rows),
             top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), uniform.data_ptr(), drawn.data_ptr(),
         )
         # fmt: on
+        if failed:
+            raise MemoryError("no memory to find what is left of a row")
         return drawn
 
 
@@ -46,7 +48,7 @@ def _offer(device: str, dtype: torch.dtype) -> Accepted | Refused:
     native = library.load()
     if native is None:
         return Refused(library.refusal() or "not loaded")
-    return Accepted(NativeDraw(native.function("draw_truncated", _DRAW_TRUNCATED)))
+    return Accepted(NativeDraw(native.function("draw_truncated", _DRAW_TRUNCATED, ctypes.c_int32)))
 
 
 CANDIDATES = (Candidate("draw_truncated", "C++", _offer),)

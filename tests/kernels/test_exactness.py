@@ -21,7 +21,7 @@ class Layer:
         self.out_features, self.in_features = self.weight.shape
         self.spoil = spoil
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
         # Row by row: BLAS is not exact in fp64 either.
         out = torch.stack([(row.double() * self.weight.double()).sum(1) for row in x]).float()
         return self.spoil(out)

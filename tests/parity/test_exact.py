@@ -62,13 +62,13 @@ def test_the_check_can_fail(smol: Loaded, smol_alone: list[Completion], monkeypa
     """The inverse: a linear layer whose sums depend on the number of rows is found out."""
     exact = ops.linear
 
-    def company_dependent(x: torch.Tensor, packed: ops.PackedLinear) -> torch.Tensor:
+    def company_dependent(x: torch.Tensor, packed: ops.PackedLinear, wide: bool = False) -> torch.Tensor:
         if x.shape[0] <= 4:
-            return exact(x, packed)
+            return exact(x, packed, wide)
         half = x.shape[1] // 2
         left, right = torch.zeros_like(x), torch.zeros_like(x)
         left[:, :half], right[:, half:] = x[:, :half], x[:, half:]
-        return exact(left, packed) + exact(right, packed)
+        return exact(left, packed, wide) + exact(right, packed, wide)
 
     monkeypatch.setattr(ops, "linear", company_dependent)
     found = Engine(smol).run(SMOLLM2.prompts[:4], SMOLLM2.params[:4])

@@ -140,10 +140,11 @@ struct Elementwise {
         const int64_t width = call.width;
         auto row = [&](int64_t i) {
             for (int64_t head = 0; head < call.heads; head++)
-                norm_row<V, Weight>(static_cast<const Number *>(call.x) + i * call.x_stride + head * width,
-                                    call.residual ? static_cast<Number *>(call.residual) + i * call.residual_stride : nullptr,
-                                    static_cast<const typename Weight::Number *>(call.weight), call.eps, width,
-                                    static_cast<Number *>(call.out) + (i * call.heads + head) * width);
+                norm_row<V, Weight>(
+                    static_cast<const Number *>(call.x) + i * call.x_stride + head * width,
+                    call.residual ? static_cast<Number *>(call.residual) + i * call.residual_stride : nullptr,
+                    static_cast<const typename Weight::Number *>(call.weight), call.eps, width,
+                    static_cast<Number *>(call.out) + (i * call.heads + head) * width);
         };
         for_rows(call.rows, call.heads * width, row);
     }
@@ -152,7 +153,8 @@ struct Elementwise {
         const int64_t dims = call.dims, half = call.half;
         auto row = [&](int64_t i) {
             const float *c = call.cos + call.positions[i] * half, *s = call.sin + call.positions[i] * half;
-            Number *q = static_cast<Number *>(call.q) + i * call.q_stride, *k = static_cast<Number *>(call.k) + i * call.k_stride;
+            Number *q = static_cast<Number *>(call.q) + i * call.q_stride;
+            Number *k = static_cast<Number *>(call.k) + i * call.k_stride;
             for (int64_t head = 0; head < call.q_heads; head++) rotate_head<V>(q + head * dims, c, s, half);
             for (int64_t head = 0; head < call.k_heads; head++) rotate_head<V>(k + head * dims, c, s, half);
         };
@@ -167,7 +169,8 @@ struct Elementwise {
             };
             for_rows(call.rows, 4 * call.half, row);
         };
-        call.gate == static_cast<int64_t>(Gate::SILU) ? with(gate_row<V, Gate::SILU>) : with(gate_row<V, Gate::GELU_TANH>);
+        if (call.gate == static_cast<int64_t>(Gate::SILU)) with(gate_row<V, Gate::SILU>);
+        else with(gate_row<V, Gate::GELU_TANH>);
     }
 
     static void gather_rows(const GatherRowsCall &call) {

@@ -63,7 +63,8 @@ struct Pending {
   private:
     template <Gate GATE, bool WIDE = false>
     void write_rows(int64_t end) {
-        constexpr int64_t WIDTH = GATE == Gate::NONE ? BLOCK : HALF, AHEAD = 4;  // rows whose places in y are fetched in advance
+        constexpr int64_t WIDTH = GATE == Gate::NONE ? BLOCK : HALF;
+        constexpr int64_t AHEAD = 4;  // rows whose places in y are fetched in advance
         const int64_t outputs = smaller(WIDTH, w->n - block * WIDTH);
         const __mmask32 there = outputs == BLOCK ? ~0u : (1u << outputs) - 1;
         for (; next < end; next++) {

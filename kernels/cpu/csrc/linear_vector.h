@@ -152,6 +152,7 @@ template <class F, class Numbers, class Number = typename F::Number>
 bool multiply_share(const LinearWeight &w, const Number *x, int64_t x_stride, const Outputs &y, Share share) {
     static thread_local ThreadMemory memory;
     const int64_t width = divide_up(w.k, F::PAIR) * F::PAIR, all = share.end_row - share.first_row;
+    if (all <= 0 || share.first_block == share.end_block) return true;
     // Rows a multiple of 4096 bytes apart would fight for the same places of the cache.
     const bool in_place = all <= MOST_ROWS && width == w.k && (all == 1 || x_stride * sizeof(Number) % 4096 != 0);
     const bool widen = w.codes && all > MOST_ROWS;  // once for all panels

@@ -51,8 +51,12 @@ struct Array {
 class Truncation {
 public:
     explicit Truncation(int64_t width)
-        : width(width), blocks(width / BLOCK), maxima(blocks), largest(blocks), tokens(width), bins(width), counts(BINS),
-          mass(BINS), of_bin(width) {}
+        : width(width), blocks(width / BLOCK), maxima(blocks), largest(blocks), tokens(width), bins(width),
+          counts(BINS), mass(BINS), of_bin(width) {}
+
+    bool ready() const {
+        return maxima.data && largest.data && tokens.data && bins.data && counts.data && mass.data && of_bin.data;
+    }
 
     int64_t drawn(const float *row, const float *row_weights, const Limits &limits, double uniform) {
         x = row;
@@ -202,15 +206,23 @@ private:
 }  // namespace
 
 // x, weights: [.., width], rows `stride` numbers apart; the others: [count].
-extern "C" void octavo_draw_truncated(const float *x, const float *weights, int64_t x_stride, int64_t weights_stride,
-                                      int64_t width, const int64_t *rows, int64_t count, const int64_t *top_k,
-                                      const double *top_p, const double *min_p, const double *uniform, int64_t *drawn) {
+// Not 0: no memory.
+extern "C" int32_t octavo_draw_truncated(const float *x, const float *weights, int64_t x_stride, int64_t weights_stride,
+                                         int64_t width, const int64_t *rows, int64_t count, const int64_t *top_k,
+                                         const double *top_p, const double *min_p, const double *uniform,
+                                         int64_t *drawn) {
     const int64_t threads = std::min(count, octavo_threads());
+    bool failed = false;
     auto body = [&](int thread) {
         Truncation truncation(width);
+        if (!truncation.ready()) {
+            failed = true;
+            return;
+        }
         for (int64_t i = thread; i < count; i += threads)
             drawn[i] = truncation.drawn(x + rows[i] * x_stride, weights + rows[i] * weights_stride,
                                         {top_k[i], top_p[i], min_p[i]}, uniform[i]);
     };
     on_threads(static_cast<int>(threads), body);
+    return failed;
 }

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import os
 
 import pytest
 import torch
@@ -44,17 +45,24 @@ def resident(pool: torch.Tensor) -> int:
     return sum(pages) * mmap.PAGESIZE
 
 
+def refuse(*_: object) -> None:
+    raise PermissionError("not in this container")
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mincore"), reason="the system does not tell what is resident")
-def test_memory_is_committed_ahead_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_is_committed_ahead_of_use(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CommittedAhead, "AHEAD", 8 << 20)
     monkeypatch.setattr(CommittedAhead, "PIECE", 4 << 20)
+    if fails:
+        monkeypatch.setattr(os, "setpriority", refuse)
     pool = allocate_pool(65, 1 << 19, torch.device("cpu"))  # 32.5 MiB
     pool[0], pool[15] = 3, 7
     ahead = CommittedAhead(pool)
 
     def committed(block: int) -> int:
         ahead.reach(block)
-        ahead._thread.submit(int).result()  # behind what was asked for
+        ahead._thread.join()
         return resident(pool) >> 20
 
     if committed(-1) < 8:

@@ -14,6 +14,7 @@ import tiny_models
 import torch
 from engines import DTYPES, Completion, Engine, Loaded
 from exact_ways import WAYS, Requests, alone, assert_equal
+from packed import by_row
 
 from configs.kv import KVFormat, KVLayout
 from configs.kv_flags import PLAIN
@@ -38,7 +39,7 @@ REQUESTS = Requests.of((3, 16, 31, 75), range(256), few_blocks=12)
 @pytest.fixture(scope="module", autouse=True)
 def linear_row_by_row():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "linear", lambda x, packed: torch.cat([packed(row) for row in x.split(1)]))
+        patch.setattr(ops, "linear", by_row)
         yield
 
 
