@@ -19,6 +19,7 @@ from server.auth import APIKeyMiddleware, Keyring, open_paths
 from server.context import ServerContext
 from server.errors import HTTPError, problem_of
 from server.exposition import build_registry
+from server.logs import GONE
 from server.metrics import Metrics
 from server.middleware import RequestContext
 from server.openapi import describe
@@ -29,7 +30,6 @@ from server.protocol.shapes import ANSWERS
 from server.protocol.tokens import DetokenizeBody, TokenizeBody
 from server.routes import control, generate, kv, models, page, probes, tokens
 from server.serving import Serving
-from server.streaming import GONE_STATUS
 
 ROUTERS = (
     generate.router,
@@ -122,4 +122,4 @@ def _allow(scope: Scope) -> dict[str, str]:
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=GONE_STATUS)
+    return Response(status_code=GONE)

@@ -27,9 +27,6 @@ logger = logging.getLogger("octavo.server")
 
 Result = TypeVar("Result")
 
-GONE_STATUS = 499
-"""For the log: nobody reads it."""
-
 
 class ClientGone(ClientDisconnect):
     """Nobody is there to read an answer."""

@@ -13,13 +13,14 @@ from server.context import ServerContext, context_of
 from server.errors import about
 from server.generation import Generation, Work, collect
 from server.intake import body_of, while_wanted
+from server.logs import GONE
 from server.openapi import READING, accepts, answers
 from server.protocol.answer import Answer
 from server.protocol.chat import ChatBody
 from server.protocol.completion import CompletionBody
 from server.protocol.sampling import GenerationBody
 from server.protocol.shapes import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
-from server.streaming import GONE_STATUS, ClientGone, EventStream, first_delta, frames_of, unless_gone
+from server.streaming import ClientGone, EventStream, first_delta, frames_of, unless_gone
 
 router = APIRouter(prefix="/v1", tags=["generation"])
 
@@ -97,4 +98,4 @@ async def _streamed(request: Request, context: ServerContext, generation: Genera
 
 def _gone(context: ServerContext) -> Response:
     context.metrics.client_disconnected()
-    return Response(status_code=GONE_STATUS)
+    return Response(status_code=GONE)
