@@ -80,10 +80,9 @@ def _pool_of(settings: Settings, costs: Costs, size: int) -> PoolPlan | None:
         return None
 
 
-def memory_for(settings: Settings, costs: Costs, pool_bytes: int, memory: Memory | None) -> int:
-    """Free memory from which weights, a step's work and pools of this size are a permitted share. `memory`: which kind;
-    None: a GPU's."""
-    memory = memory or Memory(0, is_gpu=True)
+def memory_for(settings: Settings, costs: Costs, pool_bytes: int, memory: Memory) -> int:
+    """Free memory from which weights, a step's work and pools of this size are a permitted share. `memory`: which
+    kind."""
     taken = costs.weight_bytes + sum(costs.work(memory).values()) + pool_bytes
     share = settings.gpu_memory_utilization or (GPU_SHARE if memory.is_gpu else 1.0)
     if settings.num_gpu_blocks_override is not None or settings.kv_cache_memory_bytes is not None:

@@ -85,9 +85,19 @@ class Question:
         """What one GPU holds."""
         return rank_of(self.model, self.ranks)
 
+    @cached_property
+    def kind(self) -> Memory:
+        """The memory that is meant. Where none is given a GPU's, except for a file whose codes only a CPU keeps. (What
+        is available is then 0.)"""
+        if self.memory is not None:
+            return self.memory
+        stored = self.model.weight_format(self.settings.quantization, is_gpu=False) == "stored"
+        if self.ranks > 1 or not stored or self.settings.dtype == "float16":
+            return Memory(0, is_gpu=True)
+        return Memory(0, is_gpu=False, is_before_start=True)
+
     def costs_of(self, model: SizedConfig) -> Costs:
-        is_gpu = self.ranks > 1 or (self.memory is not None and self.memory.is_gpu)
-        return Costs.of(self.settings, model, self.dtype, is_gpu)
+        return Costs.of(self.settings, model, self.dtype, self.kind.is_gpu)
 
     @cached_property
     def costs(self) -> Costs:
@@ -222,7 +232,7 @@ def _quantised(question: Question) -> Iterator[tuple[Kind, Question, str]]:
     than the cache in four bits. On a CPU they are faster too; on a GPU slower, so they come last there."""
     changes: list[tuple[Kind, Question, str]] = [("format", *each) for each in _caches(question)]
     weights = replace(question, settings=question.settings.model_copy(update={"quantization": "int8"}))
-    is_fast = question.memory is not None and not question.memory.is_gpu
+    is_fast = not question.kind.is_gpu
     changes.insert(1 if is_fast else len(changes), ("weights", weights, f"{flag('quantization')} int8"))
     yield from changes
 
@@ -262,7 +272,7 @@ def _fewer_heads(question: Question, load: Load, now: int) -> list[int]:
 
 
 def _option(question: Question, lengths: Lengths, load: Load, kind: Kind, words: str) -> Option:
-    costs, memory = question.costs, question.memory
+    costs = question.costs
     pool_bytes = pool_for(question.settings, costs, load.count, load.tokens)
     return Option(
         kind=kind,
@@ -273,7 +283,7 @@ def _option(question: Question, lengths: Lengths, load: Load, kind: Kind, words:
         at_p95=question.fitting(lengths.p95),
         at_load=question.fitting(load.tokens),
         pool_bytes=pool_bytes,
-        memory_bytes=None if pool_bytes is None else memory_for(question.settings, costs, pool_bytes, memory),
+        memory_bytes=None if pool_bytes is None else memory_for(question.settings, costs, pool_bytes, question.kind),
         fits=question.holds(load),
     )
 
@@ -292,6 +302,6 @@ def _reserved(question: Question, load: Load) -> Option:
         at_p95=count,
         at_load=count,
         pool_bytes=load.count * each,
-        memory_bytes=memory_for(settings, costs, load.count * each, question.memory),
+        memory_bytes=memory_for(settings, costs, load.count * each, question.kind),
         fits=None if count is None else count >= load.count,
     )

@@ -21,10 +21,10 @@ The engine and `octavo plan` both go this way.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from configs.errors import SettingsError
+from configs.errors import SettingsError, StartupError
 from configs.kv import KVLayout, WindowPages
 from configs.kv_flags import PLAIN, kv_layers
 from configs.model import DType, SizedConfig, WeightFormat
@@ -48,9 +48,10 @@ LIBRARY_BYTES = 2**28
 """Work space of a GPU's libraries, and what its allocator cannot use for being in pieces."""
 
 
-PROCESS_BYTES = 3 * 2**27
-"""Of Octavo's two processes on a CPU, a step's work among it, beside weights and pools: 111 and 256 MiB were measured
-with SmolLM2."""
+PROCESS_BYTES, TOKEN_BYTES = 9 * 2**25, 2**11
+"""What Octavo's two processes take on a CPU beside weights and pools, a small step's work among it: something, and for
+each entry of the vocabulary, whose text and merges are in two tokenizers. 367 MiB were measured with SmolLM2 (49,152
+entries), 556 with Qwen2.5 (151,936)."""
 STEP, REFRESH, PROCESSES = "a step", "a refresh", "Octavo itself"
 """What memory is set aside for, in words."""
 
@@ -62,8 +63,8 @@ class Memory:
     available_bytes: int
     """Free before the weights are loaded."""
     is_gpu: bool
-    process_bytes: int = 0
-    """What Octavo's processes will take of it; 0 where they run already."""
+    is_before_start: bool = False
+    """Octavo's processes will take some of it; on a CPU that is set aside."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class StepBytes:
     """Memory that the largest step takes beside weights and pools: an estimate from above."""
 
     logits: int
-    """Of every sequence, in the model's format and in fp32."""
+    """Of every sequence: in fp32, and before that in the model's format, which is as wide at most."""
     activations: int
     """Of every token, as 16 fp32 numbers for each row of a square matrix with as many numbers as a layer (the widest
     things in a layer are a few times that wide)."""
@@ -100,6 +101,10 @@ class Costs:
     """The full-precision copy of one sequence that --kv-refresh-interval works in; 0 without it."""
     quantization: WeightFormat
     """What weights of linear layers are kept in."""
+    int8_bytes: int | None
+    """`weight_bytes` with --quantization int8, where that is fewer."""
+    process_bytes: int
+    """Of Octavo's processes on a CPU, a step's work among it."""
 
     @classmethod
     def of(cls, settings: Settings, model: SizedConfig, dtype: DType, is_gpu: bool = False) -> "Costs":
@@ -111,21 +116,32 @@ class Costs:
         sizes = {"vocab_size": model.vocab_size, "num_parameters": model.num_parameters}
         step = step_bytes(settings, layout, window=window, **sizes)
         quantization = model.weight_format(settings.quantization, is_gpu)
-        weights = model.weight_bytes(dtype, quantization) + model.table_bytes(window)
-        weights += sum(layer.fit_bytes for layer in layers)
+        others = model.table_bytes(window) + sum(layer.fit_bytes for layer in layers)
+        weights = model.weight_bytes(dtype, quantization) + others
         refresh = 0
         if settings.kv_refresh_interval is not None:
             refresh = scratch_bytes(layout, PLAIN[dtype], window)
-        return cls(layout, window, weights, step, refresh, quantization)
+        processes = PROCESS_BYTES + model.vocab_size * TOKEN_BYTES
+        int8 = _int8_bytes(model, dtype, others)
+        lighter = int8 if int8 is not None and int8 < weights else None
+        return cls(layout, window, weights, step, refresh, quantization, lighter, processes)
 
     def work(self, memory: Memory) -> dict[str, int]:
         """Bytes that are set aside beside weights and pools, and what for."""
         sizes = {
             STEP: self.step.total if memory.is_gpu else 0,
             REFRESH: self.refresh_bytes,
-            PROCESSES: memory.process_bytes,
+            PROCESSES: self.process_bytes if memory.is_before_start and not memory.is_gpu else 0,
         }
         return {name: size for name, size in sizes.items() if size}
+
+
+def _int8_bytes(model: SizedConfig, dtype: DType, others: int) -> int | None:
+    """Weights in int8 and `others`; None where the model cannot have them."""
+    try:
+        return model.weight_bytes(dtype, "int8") + others
+    except StartupError:
+        return None
 
 
 def weights_in_words(costs: Costs, dtype: DType) -> str:
@@ -182,7 +198,27 @@ class PoolPlan:
 
 def size_pools(settings: Settings, costs: Costs, memory: Memory) -> PoolPlan:
     """`resolve_num_blocks` with a device's rules. Raises `SettingsError` as that does, and for pools in which no
-    sequence gets as long as --kv-refresh-interval."""
+    sequence gets as long as --kv-refresh-interval; where weights in int8 alone would help, it says so too."""
+    try:
+        return _sized(settings, costs, memory)
+    except SettingsError as error:
+        raise SettingsError(str(error).removesuffix(".") + _int8_instead(settings, costs, memory)) from None
+
+
+def _int8_instead(settings: Settings, costs: Costs, memory: Memory) -> str:
+    """The end of a refusal's sentence."""
+    if costs.int8_bytes is None:
+        return "."
+    try:
+        _sized(settings, replace(costs, weight_bytes=costs.int8_bytes), memory)
+    except SettingsError:
+        return "."
+    sizes = f"{write_size(costs.int8_bytes)} of weights in place of {write_size(costs.weight_bytes)}"
+    slower = ", in slower steps" if memory.is_gpu else ""
+    return f"; or give --quantization int8, with which it fits ({sizes}{slower})."
+
+
+def _sized(settings: Settings, costs: Costs, memory: Memory) -> PoolPlan:
     plan = resolve_num_blocks(
         settings,
         costs.layout,

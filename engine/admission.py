@@ -9,7 +9,7 @@ import msgspec
 
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.messages import AddRequest, EngineReady
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import RANDOM_SEED, SamplingParams
 
 _draw = random.SystemRandom()
 
@@ -83,7 +83,7 @@ def admit(
         params,
         max_tokens=limit,
         min_tokens=min(params.min_tokens, limit),
-        seed=_draw.getrandbits(63) if params.seed is None else params.seed,
+        seed=_draw.getrandbits(63) if params.seed in (None, RANDOM_SEED) else params.seed,
     )
     arrival = time.monotonic()
     return [

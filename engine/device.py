@@ -146,11 +146,13 @@ class Device:
         """When all is loaded. A GPU gets back what that left in torch's cache: pieces that a large pool could not use.
 
         On a CPU the C library will keep what a step's tensors give up, for the next step: it would hand large pieces
-        back to the system, and each 4 KiB of the next tensor would cost a page fault.
+        back to the system, and each 4 KiB of the next tensor would cost a page fault. So its memory never shrinks below
+        what its largest step took.
         """
         if self.is_gpu:
             torch.cuda.empty_cache()
         elif hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc
+            libc.malloc_trim(0)  # what loading has left in pieces
             libc.mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
             libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from configs.kv_flags import PLAIN, describe
+from configs.pool import Costs, weights_in_words
 from configs.refresh import scratch_bytes
 from configs.settings import Settings
 from configs.version import VERSION
@@ -194,11 +195,11 @@ def model(settings: Settings, device: Device) -> dict[str, str]:
     if settings.kv_refresh_interval is not None:
         size = scratch_bytes(layout, PLAIN[device.dtype_name], plan.max_model_len)
         refresh = {"refresh": refresh_in_words(settings, size)}
-    weights = config.weight_bytes(device.dtype_name, config.weight_format(settings.quantization, device.is_gpu))
+    costs = Costs.of(settings, config, device.dtype_name, device.is_gpu)
     return {
         "model": f"{source.name} ({config.title})",
         "found at": f"{source.path} ({source.origin})",
-        "weights": _gib(weights),
+        "weights": weights_in_words(costs, device.dtype_name),
         "KV cache": f"{plan.num_blocks} pages of {settings.block_size} tokens = {plan.num_tokens} tokens, "
         f"{_gib(plan.pool_bytes)}",
         "KV format": describe(settings, layout, device.dtype_name),

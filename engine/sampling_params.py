@@ -9,6 +9,8 @@ import msgspec
 from configs.sampling_limits import RANGES
 from engine.errors import InvalidRequest, shown
 
+RANDOM_SEED = -1
+"""As a seed it is none, as in vLLM and llama.cpp; every other integer is one, negative ones too."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 256
@@ -104,7 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Presence and frequency penalties look at generated tokens only."""
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    """(seed, choice index, position) keys the generator; None: each request draws its own seed."""
+    """(seed, choice index, position) keys the generator; None or `RANDOM_SEED`: each request draws its own seed."""
     stop: tuple[str, ...] = ()
     """One may be given bare."""
     include_stop_str_in_output: bool = False

@@ -50,6 +50,15 @@ class GroupedWeight:
         minimums = None if self.minimums is None else self.minimums[some]
         return GroupedWeight(self.codes[some], self.scales[some], minimums, self.bits, self.lowest)
 
+    def is_like(self, other: "GroupedWeight") -> bool:
+        """Of the same size and form, and on the same device."""
+        return self._kind == other._kind
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        numbers = self.codes.shape, self.codes.device, self.scales.shape, self.scales.dtype
+        return *numbers, self.minimums is None, self.bits, self.lowest
+
     def fill(self, some: slice, weight: "GroupedWeight") -> None:
         """Copies `weight` into these outputs. It may have larger groups, narrower scales and no minimums."""
         self.codes[some] = weight.codes

@@ -22,6 +22,12 @@ Gate = Literal["silu", "gelu_tanh"]
 
 GATES: tuple[Gate, ...] = get_args(Gate)
 
+LANES = 64
+"""Numbers of a row over the vocabulary that `softmax_weights` sums into one; a power of two. Rows are padded to it."""
+
+GATED_IS_NOT_WIDE = "sums of a gated weight are no outputs"
+"""What each `PackedLinear` says to that (`linear`)."""
+
 CodedWeight = Int8Weight | GroupedWeight
 """Weights in codes."""
 
@@ -275,6 +281,25 @@ def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
     _serve("copy_blocks", pool)(pool, pairs)
 
 
+def softmax_weights(
+    x: torch.Tensor, temperature: torch.Tensor, shifted: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Numerators of the softmax of x / temperature, and sums of them. x: fp32 [R, LANES x G], each row's maximum
+    finite; temperature: fp32 [R], positive -> fp32 [R, G].
+
+    Writes shifted [R, LANES x G]: (x - the row's maximum) / temperature; it may be x itself. And weights, likewise:
+    exp(shifted) within 1e-6 of it (2e-5 by the portable kernels, which have no fused multiply-add), and as little as 0
+    below 2^-126. Sum g is that of numbers g, g + G, g + 2 G, … of a row of weights, by halving: number j is added to
+    number j + half of the width, again and again, until G are left.
+    """
+    assert x.dim() == 2 and x.shape[1] % LANES == 0 and temperature.shape == x.shape[:1], (x.shape, temperature.shape)
+    assert temperature.dtype == torch.float32 and temperature.is_contiguous(), temperature
+    for each in (x, shifted, weights):
+        assert each.shape == x.shape and each.dtype == torch.float32 and _dense(each), (each.shape, each.dtype)
+    sums: torch.Tensor = _serve("softmax_weights", x)(x, temperature, shifted, weights)
+    return sums
+
+
 def draw_truncated(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -286,7 +311,7 @@ def draw_truncated(
 ) -> torch.Tensor:
     """A token for each of `rows` (int64 [N]) of x, drawn from what top-k, then top-p, then min-p leave: int64 [N].
 
-    x: fp32 [R, W], logits over temperature, each row's maximum 0, W a multiple of 64; weights: fp32 [R, W], exp(x).
+    x: fp32 [R, W], logits over temperature, each row's maximum 0, W a multiple of LANES; weights: fp32 [R, W], exp(x).
     top_k: int64 [N], 0: off; top_p, min_p: fp64 [N], 1 and 0: off; uniform: fp64 [N] in [0, 1), at most 52 bits.
 
     Tokens are ordered by x, the most likely first, of equals the lower one; those of -inf are never drawn. Top-k keeps
@@ -294,7 +319,7 @@ def draw_truncated(
     al. 2024) those at least min_p times as likely as the first. The token is the first with which the sum of weights,
     in that order, exceeds uniform x the weight of what is kept. Sums are in fp64.
     """
-    assert x.dim() == 2 and x.shape == weights.shape and x.shape[1] % 64 == 0, (x.shape, weights.shape)
+    assert x.dim() == 2 and x.shape == weights.shape and x.shape[1] % LANES == 0, (x.shape, weights.shape)
     assert x.dtype == weights.dtype == torch.float32 and _dense(x) and _dense(weights), (x.dtype, weights.dtype)
     for each in (rows, top_k, top_p, min_p, uniform):
         assert each.shape == rows.shape and each.dim() == 1 and each.is_contiguous(), (each.shape, each.stride())

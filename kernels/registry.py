@@ -20,6 +20,7 @@ PROVIDERS = (
     "kernels.cpu.store",
     "kernels.cpu.linear",
     "kernels.cpu.elementwise",
+    "kernels.cpu.softmax",
     "kernels.cpu.truncation",
     "kernels.reference",
 )

@@ -17,7 +17,7 @@ from configs.plan import LayerKind, Plan, make_plan
 from configs.plan_lengths import assumed_lengths, read_lengths
 from configs.plan_model import check_plausible
 from configs.plan_options import Option, Question
-from configs.pool import AUTO_BYTES, PROCESS_BYTES, Memory, PoolPlan, weights_in_words
+from configs.pool import AUTO_BYTES, PROCESSES, Memory, PoolPlan, weights_in_words
 from configs.setting_types import parse_size, write_size
 from configs.version import VERSION
 from server.doctor import table, wrapped
@@ -39,7 +39,8 @@ fetched and nothing else.
 
   --gpu SIZE      free memory of a GPU, e.g. 80GiB
   --memory SIZE   free main memory, for a CPU. Without either nothing is said of
-                  what fits
+                  what fits, and the figures are a GPU's, or a CPU's of a GGUF
+                  file whose weights that keeps as they are
   --tp N          GPUs among which the model is split, each of --gpu SIZE.
                   Arithmetic alone: octavo serve uses one
   --context N     tokens of one sequence (default: the longest); the load is
@@ -119,9 +120,7 @@ def _memory(own: argparse.Namespace) -> Memory | None:
     if size < MIB:
         hint = f": write {size}GiB?" if size and str(size) == text else "."
         raise SettingsError(f"{name} {text} is {size} bytes, and no model fits into less than 1MiB{hint}")
-    if name == "--gpu":
-        return Memory(size, is_gpu=True)
-    return Memory(size, is_gpu=False, process_bytes=PROCESS_BYTES)
+    return Memory(size, is_gpu=name == "--gpu", is_before_start=True)
 
 
 def _size(name: str, text: str | None) -> int | None:
@@ -148,7 +147,7 @@ def as_text(plan: Plan, name: dict[str, str]) -> str:
         table("KV cache" + _each(plan), _cache(plan)),
     ]
     memory = plan.question.memory
-    if memory is None or memory.is_gpu:
+    if plan.question.kind.is_gpu:
         blocks.append(table("a step" + _each(plan), _step(plan)))
     if memory is not None:
         blocks.append(table("memory" + _each(plan), _room(plan, memory)))
@@ -227,7 +226,7 @@ def _refresh(plan: Plan) -> dict[str, str]:
 def _room(plan: Plan, memory: Memory) -> dict[str, str]:
     rows = {"GPU" if memory.is_gpu else "CPU": f"{write_size(memory.available_bytes)} free"}
     if not memory.is_gpu:
-        rows["Octavo"] = f"{write_size(memory.process_bytes)} for its processes and a step's work"
+        rows["Octavo"] = f"{write_size(plan.costs.work(memory)[PROCESSES])} for its processes and a step's work"
         rows |= _refresh(plan)
     pool = plan.pool
     if pool is None:
@@ -284,7 +283,7 @@ def verdict(plan: Plan) -> list[str]:
     asked = f"The load is {requests} at once (--max-num-seqs, {origin})"
     need = "No memory holds it."
     if paged.memory_bytes is not None and paged.pool_bytes is not None:
-        kind = "main memory" if memory is not None and not memory.is_gpu else "a GPU's memory"
+        kind = "a GPU's memory" if plan.question.kind.is_gpu else "main memory"
         each = " on each" if plan.question.ranks > 1 else ""
         need = (
             f"It takes {write_size(paged.memory_bytes)} of {kind}{each}, {write_size(paged.pool_bytes)} of it KV cache."
@@ -339,9 +338,9 @@ def as_json(plan: Plan, name: dict[str, str]) -> dict[str, Any]:
     given = memory and {
         "kind": "gpu" if memory.is_gpu else "cpu",
         "bytes": memory.available_bytes,
-        "process_bytes": memory.process_bytes,
+        "process_bytes": costs.work(memory).get(PROCESSES, 0),
     }
-    step = {**asdict(costs.step), "bytes": costs.step.total} if memory is None or memory.is_gpu else None
+    step = {**asdict(costs.step), "bytes": costs.step.total} if question.kind.is_gpu else None
     model, layout = question.model, costs.layout
     return {
         "octavo": VERSION,
@@ -353,6 +352,7 @@ def as_json(plan: Plan, name: dict[str, str]) -> dict[str, Any]:
         },
         "dtype": question.dtype,
         "quantization": costs.quantization,
+        "device": "gpu" if question.kind.is_gpu else "cpu",
         "gpus": question.ranks,
         "weight_bytes": costs.weight_bytes,
         "kv": {

@@ -17,7 +17,7 @@ from configs.plan_costs import paged_bytes, payload_bytes
 from configs.plan_lengths import assumed_lengths
 from configs.plan_model import even_splits, rank_of, with_kv_heads
 from configs.plan_options import MAX_PERCENT, Question
-from configs.pool import AUTO_BYTES, PROCESS_BYTES, Memory
+from configs.pool import AUTO_BYTES, PROCESS_BYTES, TOKEN_BYTES, Memory
 from configs.settings import Settings
 
 TEXT = (Path(__file__).parent.parent / "docs/kv-arithmetic.md").read_text()
@@ -36,7 +36,6 @@ QUOTED = (
     "“MQA makes the cache 8 times smaller.”",
     "“GQA makes it 4 times smaller.”",
     "“2,048 tokens are 8 pages.”",
-    "with SmolLM2 they had 367 MiB beside weights and pool",
 )
 """Figures of others: Ainslie et al. 2023, table 1, and what articles say; and one that was measured."""
 NAMES = re.compile(
@@ -207,7 +206,9 @@ def of_the_planner() -> list[str]:
         f"`--max-model-len 32768` on 80 GiB holds {many.in_pages.at_load} request of {32768:,} tokens with "
         f"`--max-num-seqs 128`, {few.in_pages.at_load} with 8, and {fewest.at_load} with {fewest.words.split()[1]}, "
         "which is what the planner proposes",
-        f"On a CPU {PROCESS_BYTES / 2**20:g} MiB are, for",
+        f"On a CPU {PROCESS_BYTES / 2**20:g} MiB and {TOKEN_BYTES:,} bytes for each entry of the vocabulary are, for",
+        f"had 367 MiB with SmolLM2 ({(PROCESS_BYTES + 49_152 * TOKEN_BYTES) / 2**20:.0f} are reckoned) and 556 with "
+        f"Qwen2.5-Coder-0.5B ({(PROCESS_BYTES + 151_936 * TOKEN_BYTES) / 2**20:.0f})",
         f"half of what is left, {AUTO_BYTES / 2**30:g} GiB at most",
         "differ by less than 1 %",
         "filled up to 32 rows",

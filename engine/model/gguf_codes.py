@@ -15,6 +15,8 @@ from configs.gguf_forms import FORMS
 from kernels.grouped_weight import GroupedWeight
 
 Numbers = np.ndarray
+NUMBERS = 2**22
+"""Of a tensor that are fp32 at a time: a table for a large vocabulary is half a gibibyte of them."""
 ONE = np.float16(1).reshape(1).view(np.uint8)
 """The bytes of a scale."""
 FACTOR_ONES = np.array([1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1], np.uint8)
@@ -23,16 +25,24 @@ FACTOR_ONES = np.array([1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1], np.uint8)
 
 def read_codes(data: np.ndarray, type: int) -> GroupedWeight:
     """data: uint8 [outputs, bytes of a row], of ggml's type of that number, one of `FORMS`. Fresh tensors."""
-    name = TYPES[type].name
-    form = FORMS[name]
-    blocks = data.reshape(-1, TYPES[type].num_bytes).copy()
-    scales, minimums = READERS[name](blocks)
-    codes = gguf.quants.dequantize(blocks.reshape(data.shape), Kind(type)).astype(np.int8)
-    rows = len(data)
+    kind, form = TYPES[type], FORMS[TYPES[type].name]
+    inputs = data.shape[1] // kind.num_bytes * kind.numbers
+    codes = torch.empty((len(data), inputs), dtype=torch.int8)
+    scales, minimums = [], []
+    step = max(1, NUMBERS // inputs)
+    for start in range(0, len(data), step):
+        rows = data[start : start + step]
+        blocks = rows.reshape(-1, kind.num_bytes).copy()
+        some_scales, some_minimums = READERS[kind.name](blocks)
+        numbers = gguf.quants.dequantize(blocks.reshape(rows.shape), Kind(type))
+        codes[start : start + step] = torch.from_numpy(numbers)
+        scales.append(some_scales.reshape(len(rows), -1))
+        if some_minimums is not None:
+            minimums.append(some_minimums.reshape(len(rows), -1))
     return GroupedWeight(
-        torch.from_numpy(codes),
-        torch.from_numpy(scales.reshape(rows, -1)),
-        torch.from_numpy(minimums.reshape(rows, -1)) if minimums is not None else None,
+        codes,
+        torch.from_numpy(np.concatenate(scales)),
+        torch.from_numpy(np.concatenate(minimums)) if minimums else None,
         form.bits,
         form.lowest,
     )

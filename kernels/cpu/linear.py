@@ -95,7 +95,7 @@ class NativeLinear:
     def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
         """x: [T, in_features], any row stride -> [T, out_features]."""
         assert x.dtype is self.dtype and x.is_cpu, (x.dtype, self.dtype, x.device)
-        assert not (wide and self.is_gated), "sums of a gated weight are no outputs"
+        assert not (wide and self.is_gated), ops.GATED_IS_NOT_WIDE
         rows = x.shape[0]
         out = fresh((rows, self.out_features), torch.float32 if wide else x.dtype)
         self._entry(LinearCall(self._weight, x.data_ptr(), x.stride(0), rows, out.data_ptr(), wide))
@@ -225,6 +225,7 @@ class OneDnnLinear:
 
     def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
         """x: [T, in_features] -> [T, out_features]. A single row would take another path than several do."""
+        assert not (wide and self.gate), ops.GATED_IS_NOT_WIDE
         rows = x.shape[0]
         out = self._multiply(x.expand(2, -1).contiguous() if rows == 1 else x.contiguous())[:rows]
         out = ops.gate_mul(out, self.gate) if self.gate else out

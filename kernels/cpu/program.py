@@ -91,6 +91,11 @@ class Arena:
         weakref.finalize(own, free.append, room)
         return torch.from_numpy(own).view(dtype)[: int(np.prod(shape))].view(shape)
 
+    def holds(self, x: torch.Tensor) -> bool:
+        """Whether it was taken here."""
+        starts = ((chunk.ctypes.data, len(chunk)) for chunk in self._chunks)
+        return any(start <= _storage(x) < start + size for start, size in starts)
+
     def _more(self, size: int) -> npt.NDArray[np.uint8]:
         while self._chunk < len(self._chunks) and self._used + size > len(self._chunks[self._chunk]):
             self._chunk, self._used = self._chunk + 1, 0
@@ -133,13 +138,17 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[tuple[int, Call]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {})) if func.is_view else None  # some of these copy when they must
+        is_view = func.is_view and (func is not _LIFT or self.arena.holds(args[0]))
+        result = func(*args, **(kwargs or {})) if is_view else None  # some of these copy when they must
         inputs = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         outputs = {_storage(x) if isinstance(x, torch.Tensor) else None for x in tree_leaves(result)}
         if not outputs <= inputs:
             raise NotRecordable(f"{func} is computed by torch")
         return result
 
+
+_LIFT = torch.ops.aten.lift_fresh.default
+"""Called a view, as it returns what it is given: a tensor just made of Python's or numpy's numbers, or by `take`."""
 
 _recording: ContextVar[_Recording | None] = ContextVar("recording", default=None)
 

@@ -12,6 +12,7 @@ from kernels.reference.attention import paged_attention
 from kernels.reference.elementwise import add_rms_norm, gate_mul, gather_rows, rms_norm, rotary
 from kernels.reference.linear import pack_coded_linear, pack_linear
 from kernels.reference.pages import copy_blocks, store_kv
+from kernels.reference.softmax import softmax_weights
 from kernels.reference.truncation import draw_truncated
 from kernels.registry import Accepted, Candidate
 
@@ -38,6 +39,7 @@ CANDIDATES = tuple(
         store_kv,
         paged_attention,
         copy_blocks,
+        softmax_weights,
         draw_truncated,
     )
 )

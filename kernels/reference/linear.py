@@ -31,6 +31,7 @@ class TorchLinear:
         return self.weight.shape[0] // 2 if self.gate else self.weight.shape[0]
 
     def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
+        assert not (wide and self.gate), ops.GATED_IS_NOT_WIDE
         out = functional.linear(x, self.weight, self.bias)
         out = gate_mul(out, self.gate) if self.gate else out
         return out.float() if wide else out
@@ -60,6 +61,7 @@ class TorchCodedLinear:
 
     def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
         assert x.dtype is self.dtype, (x.dtype, self.dtype)
+        assert not (wide and self.gate), ops.GATED_IS_NOT_WIDE
         outputs = len(self.weight.codes)
         size = max(1, WIDENED // max(1, self.in_features))
         out = x.new_empty((x.shape[0], outputs), dtype=torch.float32 if wide else x.dtype)

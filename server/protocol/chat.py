@@ -100,3 +100,4 @@ class ChatBody(GenerationBody, TemplateBody):
     web_search_options: Any = None
     moderation: Any = None
     store: Any = None
+    enable_thinking: Any = None

@@ -6,6 +6,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from engine import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS
 from server.protocol.body import INT32_MAX, Body, Bool, Float, Int, Int32, TokenId, integer, number
+from server.protocol.foreign import ForeignFields
 from server.protocol.refusal import expected, shown
 from server.request_id import MAX_CHARS, PATTERN, is_request_id
 
@@ -94,7 +95,7 @@ class StreamOptions(Body):
     """Accepted; there is nothing to hide on a local connection."""
 
 
-class GenerationBody(Body):
+class GenerationBody(ForeignFields):
     """Shared request fields. Ranges that belong to sampling are checked by `SamplingParams`."""
 
     model: str | None = None
@@ -136,7 +137,7 @@ class GenerationBody(Body):
     prompt_logprobs: Logprobs | None = None
     """Log-probabilities of the prompt's tokens, with so many alternatives."""
 
-    # documented, not served: see unsupported.py
+    # documented, not served: see unsupported.py (other servers' names: foreign.py)
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None

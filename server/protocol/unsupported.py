@@ -4,28 +4,12 @@ A feature that arrives takes its rows out of these tables and brings its own mod
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from engine import InvalidRequest
 from server.protocol.body import Body
-
-NOTHING: tuple[Any, ...] = ()
-OFF: tuple[Any, ...] = (False,)
-EMPTY: tuple[Any, ...] = ([], {}, "")
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    field: str
-    harmless: tuple[Any, ...]
-    """Values beside null that ask for nothing."""
-    why: str = "is not supported by this server yet"
-
-    def is_harmless(self, value: Any) -> bool:
-        """0 is not false here."""
-        return value is None or any(type(value) is type(other) and value == other for other in self.harmless)
-
+from server.protocol.foreign import FOREIGN_IN_CHAT, FOREIGN_IN_COMPLETION
+from server.protocol.refused import EMPTY, NOTHING, OFF, Unsupported
 
 COMMON = (
     Unsupported("response_format", ({"type": "text"},), "other than {'type': 'text'} is not supported yet"),
@@ -53,8 +37,9 @@ CHAT = (
     Unsupported("web_search_options", NOTHING, "is not supported by this server"),
     Unsupported("moderation", NOTHING, "is not supported by this server"),
     Unsupported("store", OFF, "is not supported: this server keeps no completions"),
+    *FOREIGN_IN_CHAT,
 )
-COMPLETION = (*COMMON, Unsupported("suffix", EMPTY))
+COMPLETION = (*COMMON, Unsupported("suffix", EMPTY), *FOREIGN_IN_COMPLETION)
 
 
 def refuse(body: Body, table: tuple[Unsupported, ...]) -> None:

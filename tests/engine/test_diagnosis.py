@@ -6,8 +6,10 @@ import psutil
 import pytest
 import tiny_models
 import torch
+from smollm2 import smollm2_gguf
 
 from configs.kv import KVFormat
+from configs.pool import Costs, weights_in_words
 from configs.settings import Settings
 from configs.version import VERSION
 from engine import LLM, diagnosis
@@ -15,6 +17,7 @@ from engine.device import GPU, Device, NoGPU
 from engine.diagnosis import Diagnosis, diagnose, hub, kernels, machine, model, self_test, versions
 from engine.errors import StartupError
 from engine.kv_scales import KVScales
+from engine.model.registry import read_config
 
 CPU = Device.find(Settings(dtype="float32"), lambda: NoGPU("there is none", torch_could=False))
 
@@ -75,6 +78,20 @@ def test_the_kv_cache_that_would_be_chosen(tiny: Path) -> None:
     assert rows["KV format"] == words and rows["attention"]
     rows = model(Settings(model=str(tiny), num_gpu_blocks_override=4), CPU)
     assert "holds 64 tokens" in rows["note"]
+
+
+def test_weights_are_said_with_their_form(tiny: Path) -> None:
+    """As at start and by `octavo plan`."""
+    for given, words in (
+        ({}, "in float32"),
+        ({"quantization": "int8"}, ": linear layers in int8, all else in float32"),
+    ):
+        settings = Settings(model=str(tiny), **given)
+        costs = Costs.of(settings, read_config(tiny, False), "float32")
+        said = model(settings, CPU)["weights"]
+        assert said == weights_in_words(costs, "float32") and said.endswith(words)
+    stored = model(Settings(model=str(smollm2_gguf())), CPU)["weights"]
+    assert stored.endswith(": linear layers as the file has them, all else in float32")
 
 
 def test_refresh_is_said_as_at_start(tmp_path: Path) -> None:

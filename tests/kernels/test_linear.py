@@ -5,6 +5,7 @@ import mmap
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kernels import ops
 from kernels.cpu import elementwise, library
 from kernels.cpu.library import ISA_TITLES
 from kernels.cpu.linear import ISAS, NativePacker, OneDnnLinear, WeightMemory, pack_onednn
+from kernels.int8_weight import Int8Weight
 from kernels.reference import linear as reference
 from kernels.registry import Accepted, choose
 from kernels.threads import set_threads
@@ -246,6 +248,40 @@ def test_others_give_wide_results_too(dtype: torch.dtype) -> None:
     x, weight, bias = tensors(33, 70, dtype)
     for packed in (reference.pack_linear(weight, bias), pack_onednn(weight, bias)):
         assert torch.equal(packed(x, wide=True), packed(x).float())
+
+
+@pytest.mark.parametrize("dtype", list(ISAS))
+def test_no_gated_weight_has_wide_results(dtype: torch.dtype) -> None:
+    x, weight, _ = tensors(64, 40, dtype, 3)
+    codes = Int8Weight.empty(*weight.shape, torch.device("cpu"))
+    codes.fill(slice(None), weight)
+    packed: list[ops.PackedLinear] = [
+        ops.pack_linear(weight, None, "silu"),
+        ops.pack_coded_linear(codes, dtype, None, "silu"),
+        reference.pack_linear(weight, None, "silu"),
+        reference.pack_coded_linear(codes, dtype, None, "silu"),
+    ]
+    if dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        packed.append(pack_onednn(weight, None, "silu"))
+    for each in packed:
+        assert ops.linear(x, each).shape == (3, 20)
+        with pytest.raises(AssertionError, match="no outputs"):
+            ops.linear(x, each, wide=True)
+
+
+@pytest.mark.parametrize(("dtype", "isa"), VARIANTS, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 7, 13, 40])
+def test_threads_for_whom_nothing_is_left(dtype: torch.dtype, isa: str, rows: int) -> None:
+    """More of them than rows, or than blocks of outputs; they have no memory yet. Rows are a multiple of 4 KiB apart,
+    so that every share with rows packs them."""
+    x, weight, bias = tensors(8192, 20, dtype, rows)
+    x = x.contiguous()
+    packed = packer(NativePacker, dtype, isa)(weight, bias)
+    expected = packed(x)
+    set_threads(3)
+    for _ in range(10):
+        with ThreadPoolExecutor(1) as fresh:
+            assert torch.equal(fresh.submit(packed, x).result(), expected)
 
 
 @pytest.mark.parametrize("dtype", list(ISAS))

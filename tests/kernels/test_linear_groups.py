@@ -161,8 +161,9 @@ def test_what_is_no_weight_in_groups_is_refused() -> None:
         {"scales": weight.scales.bfloat16()},
         {"scales": weight.scales.repeat(1, 4), "minimums": None},
         {"minimums": weight.scales.float()},
-        {"bits": 4, "lowest": -1},
-        {"bits": 8, "lowest": -8},
+        {"lowest": -8},  # beside minimums
+        {"minimums": None, "lowest": -1},
+        {"minimums": None, "bits": 8, "lowest": -8},
     )
     for fields in wrong:
         with pytest.raises((AssertionError, KeyError)):

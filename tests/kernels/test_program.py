@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +110,10 @@ def test_memory_of_what_is_gone_is_given_out_again(keeps: bool, places: int) -> 
         lambda x: x.sum().item(),
         lambda x: torch.zeros(3),
         lambda x: x[torch.tensor([0])],
+        lambda x: torch.tensor([0.5]),
+        lambda x: torch.as_tensor([1, 2]),
+        lambda x: x.new_tensor(3.0),
+        lambda x: torch.from_numpy(np.ones(3)),
     ],
 )
 @torch.inference_mode()

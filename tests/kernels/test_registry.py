@@ -18,6 +18,7 @@ OPS = (
     "store_kv",
     "paged_attention",
     "copy_blocks",
+    "softmax_weights",
     "draw_truncated",
 )
 

@@ -40,6 +40,11 @@ def test_a_seed_repeats_and_choices_differ(client: openai.OpenAI):
     assert ids_of(client, seed=7) == first[:1], "the first of several is the only one of one"
 
 
+def test_minus_one_is_no_seed_and_other_negative_numbers_are(client: openai.OpenAI):
+    assert ids_of(client, seed=-1) != ids_of(client, seed=-1)
+    assert ids_of(client, seed=-2) == ids_of(client, seed=-2) != ids_of(client, seed=2)
+
+
 def test_greedy_is_the_likeliest(client: openai.OpenAI):
     [greedy] = ids_of(client, temperature=0)
     assert [greedy] == ids_of(client, {"top_k": 1}) == ids_of(client, {"min_p": 1.0})

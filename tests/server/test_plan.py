@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 from fake_hub import FakeHub, Repository
 
-from configs.pool import PROCESS_BYTES
+from configs.pool import PROCESS_BYTES, TOKEN_BYTES
 from server.cli import main
 from server.doctor import WIDTH
 from server.plan import USAGE
@@ -91,12 +91,12 @@ def test_windows_formats_and_gpus_in_words(tmp_path: Path, capsys: pytest.Captur
         (("--memory", "64GiB", "--max-num-seqs", "16"), "The memory is there: --kv-cache-memory-bytes 32768MiB gives"),
         (
             ("--memory", "20GiB", "--max-num-seqs", "16"),
-            "It takes 44.93 GiB of main memory, 32 GiB of it KV cache. There --kv-cache-memory-bytes 32768MiB is "
+            "It takes 44.9 GiB of main memory, 32 GiB of it KV cache. There --kv-cache-memory-bytes 32768MiB is "
             "needed: without a flag the KV cache takes half of what the weights leave, at most 4 GiB. With this change",
         ),
         (
             ("--memory", "20GiB", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "3GiB"),
-            "It takes 44.93 GiB of main memory, 32 GiB of it KV cache. With this change",
+            "It takes 44.9 GiB of main memory, 32 GiB of it KV cache. With this change",
         ),
         (("--gpu", "32GiB", "--max-num-seqs", "320"), "No single change above makes it fit; --tp 32 does."),
         (
@@ -175,15 +175,18 @@ def test_the_same_for_programs(folder: str, capsys: pytest.CaptureFixture[str]) 
 def test_a_cpu_has_no_step_of_a_gpu_but_octavo_itself(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What the processes take is set aside before the pool is sized, and belongs to what a load needs."""
     found = report(capsys, folder, "--memory", "20GiB", "--max-num-seqs", "16")
-    assert found["step"] is None and found["memory"]["process_bytes"] == PROCESS_BYTES
-    half = (20 * 2**30 - found["weight_bytes"] - PROCESS_BYTES) // 2
+    processes = found["memory"]["process_bytes"]
+    assert found["step"] is None and processes == PROCESS_BYTES + 32_000 * TOKEN_BYTES
+    half = (20 * 2**30 - found["weight_bytes"] - processes) // 2
     assert half - 2**23 < found["pool"]["bytes"] <= half
     paging = found["options"][1]
-    assert paging["memory_bytes"] == found["weight_bytes"] + paging["pool_bytes"] + PROCESS_BYTES + 1
+    assert paging["memory_bytes"] == found["weight_bytes"] + paging["pool_bytes"] + processes + 1
     assert main(["plan", folder, "--memory", "20GiB", "--kv-cache-dtype", "int8", "--kv-refresh-interval", "64"]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "a step logits" not in words and "libraries" not in words
-    assert "CPU 20 GiB free Octavo 384 MiB for its processes and a step's work refresh 2 GiB for one sequence" in words
+    assert (
+        "CPU 20 GiB free Octavo 350.5 MiB for its processes and a step's work refresh 2 GiB for one sequence" in words
+    )
 
 
 def test_a_cpu_that_is_filled_to_the_brim_has_room_for_octavo(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +197,7 @@ def test_a_cpu_that_is_filled_to_the_brim_has_room_for_octavo(folder: str, capsy
         found = report(capsys, folder, *load, str(needed - missing))
         assert ("memory" in [option["kind"] for option in found["options"]]) is is_advised
     refused = report(capsys, folder, *load, str(needed - 2**20), "--kv-cache-memory-bytes", "32GiB", code=1)["refusal"]
-    assert "but the weights and the 384 MiB of Octavo itself leave" in refused
+    assert "but the weights and the 350.5 MiB of Octavo itself leave" in refused
 
 
 def test_without_a_memory_and_without_room(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +234,33 @@ def test_a_gguf_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["quantization"] == "stored" and unpacked["quantization"] == "none"
     assert 2 * found["weight_bytes"] < unpacked["weight_bytes"]
     assert found["kv"]["bytes_per_token"] == 23_040 and found["model"]["parameters"] == 134_515_008
+
+
+def test_without_a_memory_a_gguf_file_is_reckoned_for_a_cpu_and_all_else_for_a_gpu(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, what is set aside and the words are those of one machine. Only a CPU keeps a file's codes."""
+    from smollm2 import smollm2_gguf
+
+    file, load = str(smollm2_gguf()), ("--max-num-seqs", "16")
+    for model, flags, same, device in (
+        (file, (), "--memory", "cpu"),
+        (file, ("--quantization", "none"), "--gpu", "gpu"),
+        (file, ("--dtype", "float16"), "--gpu", "gpu"),
+        (folder, (), "--gpu", "gpu"),
+    ):
+        found, given = (report(capsys, model, *load, *flags, *there) for there in ((), (same, "64GiB")))
+        assert found["memory"] is None and given["memory"]["kind"] == found["device"] == given["device"] == device
+        for name in ("weight_bytes", "quantization", "step"):
+            assert found[name] == given[name], name
+        assert [each["memory_bytes"] for each in found["options"][:2]] == [
+            each["memory_bytes"] for each in given["options"][:2]
+        ]
+        assert main(["plan", model, *load, *flags]) == 0
+        words = " ".join(capsys.readouterr().out.split())
+        assert ("of main memory, " in words) is ("a step logits" not in words) is (device == "cpu")
+        assert ("a GPU's memory, " in words) is (device == "gpu")
+    assert report(capsys, file, "--tp", "3")["device"] == "gpu"
 
 
 def test_a_family_that_transformers_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,3 +147,43 @@ def test_values_that_ask_for_nothing_are_accepted(server: ScriptedServer):
         prompt_cache_key="k",
     ).status_code == 200  # fmt: skip
     assert server.post_completion("s1", best_of=1, suffix="", n=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "ours"),
+    [
+        ({"repeat_penalty": 1.1}, "repetition_penalty"),
+        ({"n_predict": 5}, "max_tokens"),
+        ({"num_predict": 5}, "max_tokens"),
+        ({"max_new_tokens": -1}, "max_tokens"),
+        ({"max_output_tokens": 5}, "max_tokens"),
+        ({"min_new_tokens": 5}, "min_tokens"),
+        ({"do_sample": False}, "temperature 0"),
+        ({"stop_sequences": ["\n"]}, "stop"),
+        ({"typical_p": 0.9}, "min_p"),
+        ({"mirostat": 2}, "min_p"),
+        ({"dry_multiplier": 0.8}, "min_p"),
+        ({"xtc_probability": True}, "min_p"),
+        ({"top_n_sigma": 1}, "min_p"),
+        ({"grammar": "root ::= [a-z]"}, "does not constrain"),
+        ({"json_schema": {}}, "does not constrain"),
+    ],
+    ids=lambda field: next(iter(field)) if isinstance(field, dict) else "",
+)
+def test_other_servers_names_are_refused_with_ours(server: ScriptedServer, field: dict[str, Any], ours: str):
+    [name] = field
+    for post in (server.post_chat, server.post_completion):
+        error = assert_refused(post("s1", **field), param=name, code="unsupported_parameter")
+        assert error["message"].startswith(f"{name} ") and ours in error["message"]
+
+
+def test_other_servers_names_that_ask_for_nothing(server: ScriptedServer):
+    nothing = {
+        "repeat_penalty": 1.0, "typical_p": 1, "mirostat": 0, "top_n_sigma": -1.0, "dry_multiplier": 0.0,
+        "do_sample": True, "grammar": "", "stop_sequences": [], "max_new_tokens": None,
+    }  # fmt: skip
+    assert server.post_chat("s1", n_predict=-1, num_predict=-1, **nothing).status_code == 200
+    assert server.post_completion("s1", **nothing).status_code == 200
+    assert_refused(server.post_completion("s1", n_predict=-1), param="n_predict")  # it would end after 16 tokens
+    assert "chat_template_kwargs" in assert_refused(server.post_chat("s1", enable_thinking=False))["message"]
+    assert server.post_completion("s1", enable_thinking=False).status_code == 200  # no template, no thinking

@@ -90,9 +90,13 @@ class Linear(Loadable):
     def load_codes(self, shard: str, weight: GroupedWeight) -> None:
         """`load_part` of a weight in codes, after `keep_codes`."""
         assert self._make_codes is not None, "this layer takes numbers"
-        self._codes = self._codes or self._make_codes()
-        assert isinstance(self._codes, GroupedWeight), "this layer takes numbers"
-        self._codes.fill(self._rows[shard], weight)
+        codes = self._codes or self._make_codes()
+        assert isinstance(codes, GroupedWeight), "this layer takes numbers"
+        if self._rows[shard] == self._rows[""] and weight.is_like(codes):
+            codes = weight  # no second copy of a large one
+        else:
+            codes.fill(self._rows[shard], weight)
+        self._codes = codes
         self._came("weight", self._rows[shard])
 
     def _came(self, part: str, rows: slice) -> None:

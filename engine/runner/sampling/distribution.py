@@ -1,20 +1,17 @@
-"""Sums, draws and orders over the vocabulary whose result for a row never depends on other rows or on threads.
+"""Draws and orders over the vocabulary whose result for a row never depends on other rows or on threads.
 
-Torch's reductions over a row may split it among threads; elementwise operations, maxima and numpy's cumulative sums
-along a row cannot. So a row of `width` = LANES x G numbers is summed by halving: number j is added to number
-j + width / 2, again and again, until G sums of LANES numbers each are left: sum g holds tokens g, g + G, g + 2 G, …
+Torch's reductions over a row may split it among threads; maxima and numpy's cumulative sums along a row cannot. A row
+of `width` = LANES x G weights comes with G sums (`kernels.ops.softmax_weights`): sum g of tokens g, g + G, g + 2 G, …
 """
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+from kernels.ops import LANES
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
-
-LANES = 64
-"""Numbers a sum; a power of two."""
 
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -22,18 +19,6 @@ LOWEST = float(np.finfo(np.float32).min)
 def padded(vocab_size: int) -> int:
     """The width of a row: whole groups. What lies beyond the vocabulary is -inf in logits, 0 in weights."""
     return -(-vocab_size // LANES) * LANES
-
-
-def group_sums(weights: torch.Tensor, work: torch.Tensor) -> F32:
-    """weights: fp32 [R, LANES x G]; work: at least that many numbers by half -> [R, G], a view of `work`."""
-    half = weights.shape[1] // 2
-    sums = work[:, :half]
-    torch.add(weights[:, :half], weights[:, half:], out=sums)
-    while half > weights.shape[1] // LANES:
-        half //= 2
-        sums[:, :half] += sums[:, half : 2 * half]
-    view: F32 = sums[:, :half].numpy()
-    return view
 
 
 def draw(weights: F32, cumulative: F64, uniform: F64) -> Ids:

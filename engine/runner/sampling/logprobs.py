@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from engine.messages import TokenLogprobs
-from engine.runner.sampling.distribution import F32, LANES, Ids, group_sums, largest
+from engine.runner.sampling.distribution import F32, Ids, largest
+from kernels import ops
 
 MINUS_INFINITY = -9999.0
 """What stands for it: JSON has no infinities."""
@@ -12,12 +13,11 @@ MINUS_INFINITY = -9999.0
 
 def token_logprobs(x: torch.Tensor, work: torch.Tensor, token_ids: Ids, num_top: Ids) -> list[TokenLogprobs]:
     """x: fp32 [R, width] raw logits, each row's maximum finite; work: two of its size; num_top: [R], of each row."""
-    maximum = x.amax(dim=1, keepdim=True)
-    weights, sums = work[0], work[1]
-    torch.sub(x, maximum, out=weights)
-    total = group_sums(weights.exp_(), sums).cumsum(axis=1, dtype=np.float64)[:, -1]
-    normaliser = maximum[:, 0].numpy().astype(np.float64) + np.log(total)
-    group_max = x.view(len(x), LANES, -1).amax(dim=1).numpy()
+    maximum = x.amax(dim=1).numpy()
+    sums = ops.softmax_weights(x, torch.ones(len(x)), work[0], work[1])
+    total = sums.numpy().cumsum(axis=1, dtype=np.float64)[:, -1]
+    normaliser = maximum.astype(np.float64) + np.log(total)
+    group_max = x.view(len(x), ops.LANES, -1).amax(dim=1).numpy()
     logits: F32 = x.numpy()
     return [
         _row(logits[place], group_max[place], normaliser[place], int(token_ids[place]), int(num_top[place]))

@@ -18,7 +18,7 @@ import torch
 from engine.messages import TokenLogprobs
 from engine.ports import Masks
 from engine.runner.request_rows import RequestRows, Slots
-from engine.runner.sampling.distribution import F64, Ids, draw, group_sums, padded
+from engine.runner.sampling.distribution import F64, Ids, draw, padded
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.parameters import SamplingColumns
 from engine.runner.sampling.philox import uniforms
@@ -162,15 +162,14 @@ class Sampler:
     def _draw(self, x: torch.Tensor, slots: Slots) -> Ids:
         """x: [R, width] with finite maxima; becomes logits over temperature, shifted to a maximum of 0."""
         columns = self.columns
-        x.sub_(x.amax(dim=1, keepdim=True)).div_(torch.from_numpy(columns.temperature[slots])[:, None])
-        weights, sums = self._work[0, : len(x)], self._work[1, : len(x)]
-        torch.exp(x, out=weights)
+        weights = self._work[0, : len(x)]
+        sums = ops.softmax_weights(x, torch.from_numpy(columns.temperature[slots]), x, weights)
         uniform = uniforms(columns.seed[slots], columns.index[slots], self.rows.lengths[slots].astype(np.uint64))
         top_k, top_p, min_p = columns.top_k[slots], columns.top_p[slots], columns.min_p[slots]
         is_truncated = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
         token_ids = np.zeros(len(x), np.int64)
         if not is_truncated.all():
-            cumulative: F64 = group_sums(weights, sums).cumsum(axis=1, dtype=np.float64)
+            cumulative: F64 = sums.numpy().cumsum(axis=1, dtype=np.float64)
             token_ids = draw(weights.numpy(), cumulative, uniform)
         rows = np.flatnonzero(is_truncated)
         if len(rows):

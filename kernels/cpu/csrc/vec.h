@@ -281,6 +281,17 @@ inline Vec exp2_negative(Vec x) {
     return exp2_by({0x1.41fbbcp-13f, 0x1.5f3e54p-10f, 0x1.3b2d4cp-7f, 0x1.c6aee8p-5f, 0x1.ebfbdcp-3f, 0x1.62e43p-1f}, x);
 }
 
+// e^x for x <= 0 (and up to 87): within 2 ulps with a fused multiply-add, exactly 1 at 0, 0 below -88 (for -inf too), NaN
+// for NaN. What the exponent of 2 lost in rounding is put back.
+inline Vec exp_of(Vec x) {
+    const Vec log2_e = splat(0x1.715476p+0f);
+    x = max(splat(-104), x);
+    const Vec p = mul(x, log2_e);
+    const Vec lost = fma(x, splat(0x1.4ae0cp-26f), fma(x, log2_e, sub(splat(0), p)));
+    const Vec e = exp2_negative(p);
+    return fma(e, mul(lost, splat(0x1.62e43p-1f)), e);
+}
+
 #if defined(__AVX512F__)
 // Within 8.7e-5 of it, 0 below -126: the polynomial is a minimax one on [0, 1]. An instruction finds the fraction of x,
 // another one multiplies by 2 to its whole part.

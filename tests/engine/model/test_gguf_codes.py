@@ -20,6 +20,7 @@ from configs.settings import Settings
 from configs.supported import read_model
 from engine.build import build_core
 from engine.messages import Launch
+from engine.model import gguf_codes
 from engine.model.gguf_codes import read_codes
 from engine.model.gguf_weights import GGUFSource
 from engine.model.layers.linear import Linear
@@ -85,6 +86,37 @@ def test_codes_scales_and_minimums_make_the_numbers_of_the_gguf_package(name: st
     assert (weight.minimums is not None) == form.has_minimums and form.lowest in CODES[form.bits]
     if form.bits == 4:
         assert {int(code) for code in weight.codes.unique()} == set(range(form.lowest, form.lowest + 16))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_large_tensor_is_never_in_fp32_as_a_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are read some at a time, the last ones fewer."""
+    kind, sizes = Kind[name], []
+    raw = random_blocks((7, 512), kind) if kind in K_SCALES else None
+    if raw is None:
+        raw = gguf.quants.quantize(np.random.default_rng(0).standard_normal((7, 512), dtype=np.float32), kind)
+    whole = read_codes(raw, int(kind))
+    dequantize = gguf.quants.dequantize
+    monkeypatch.setattr(gguf_codes, "NUMBERS", 1024)
+    monkeypatch.setattr(gguf.quants, "dequantize", lambda data, of: (sizes.append(len(data)), dequantize(data, of))[1])
+    parts = read_codes(raw, int(kind))
+    assert sizes == [2, 2, 2, 1]
+    assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scales, whole.scales)
+    assert torch.equal(parts.widened(), whole.widened()) and parts.is_like(whole)
+
+
+def test_a_weight_that_is_all_of_its_layer_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[object] = []
+    pack = ops.pack_coded_linear
+    monkeypatch.setattr(ops, "pack_coded_linear", lambda weight, *rest: (packed.append(weight), pack(weight, *rest))[1])
+    weight = read_codes(random_blocks((4, 256), Kind.Q4_K), int(Kind.Q4_K))
+    for form, is_copied in ((FORMS["Q4_K"], False), (FORMS["Q8_0"], True), (FORMS["Q6_K"], True)):
+        layer = Linear(256, {"": 4}, bias=False, dtype=torch.float32)
+        common = common_form((FORMS["Q4_K"], form))
+        assert common is not None
+        layer.keep_codes(common)
+        layer.load_codes("", weight)
+        assert (packed[-1] is not weight) is is_copied
 
 
 def test_rows_of_queries_and_keys_are_put_in_order(file: Path) -> None:

@@ -11,10 +11,11 @@ from sampling_rows import INF, Row, constrained_rows, outcome, random_logits, sa
 
 from engine.errors import InvalidRequest
 from engine.messages import NewRow
-from engine.runner.sampling.distribution import group_sums
 from engine.runner.sampling.logprobs import token_logprobs
 from engine.runner.sampling.sampler import NO_TOKEN_LEFT, NON_FINITE
 from engine.sampling_params import SamplingParams
+from kernels import ops
+from kernels.threads import num_threads, set_threads
 
 
 # ------------------------------------------------------------------ greedy
@@ -81,23 +82,23 @@ def test_sums_do_not_depend_on_rows_or_threads(vocab_size):
 
     def everything(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, list]:
         part = x[start:stop].clone()
-        weights = torch.exp(part - part.amax(dim=1, keepdim=True))
-        sums = group_sums(weights, torch.empty_like(weights))
+        weights = torch.empty_like(part)
+        sums = ops.softmax_weights(part, torch.ones(len(part)), torch.empty_like(part), weights)
         found = token_logprobs(part, torch.empty(2, *part.shape), tokens[start:stop], tops[start:stop])
-        return weights, torch.from_numpy(sums.copy()), found
+        return weights, sums, found
 
-    threads = torch.get_num_threads()
+    threads = num_threads()
     try:
-        torch.set_num_threads(1)
+        set_threads(1)
         weights, sums, found = everything(0, 33)
-        torch.set_num_threads(2)
+        set_threads(2)
         for start, count in ((0, 1), (6, 1), (32, 1), (0, 2), (21, 2), (1, 7), (0, 33)):
             some = everything(start, start + count)
             assert torch.equal(some[0], weights[start : start + count])
             assert torch.equal(some[1], sums[start : start + count])
             assert some[2] == found[start : start + count]
     finally:
-        torch.set_num_threads(threads)
+        set_threads(threads)
 
 
 # ------------------------------------------------------------------ faults

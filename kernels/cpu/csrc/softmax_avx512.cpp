@@ -1,0 +1,3 @@
+#include "softmax.h"
+
+SOFTMAX_ENTRIES(avx512)
