@@ -189,6 +189,7 @@ def _levers(question: Question, size: int) -> Iterator[tuple[str, str, int | flo
         yield "num_gpu_blocks_override", str(pages), pages
     elif settings.kv_cache_memory_bytes is not None or share is None:
         yield "kv_cache_memory_bytes", in_mib(size), math.ceil(size / MIB) * MIB
+        yield "kv_cache_memory_bytes", str(size), size  # where memory ends before the next whole MiB
     else:
         for percent in range(int(100 * share) + 1, MAX_PERCENT + 1):
             yield "gpu_memory_utilization", f"{percent / 100:g}", percent / 100

@@ -163,7 +163,7 @@ class EngineClient:
             self._send(Shutdown())
             self._die("the server has shut down", NotReady("The server has shut down.", "draining"))
         if self._child is not None:
-            await self._child.stop(patience)
+            await self._child.stop(patience if self.info is not None else 0.0)  # one that loads hears nothing yet
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -34,6 +34,8 @@ from kernels.cpu.exactness import probe
 from kernels.cpu.library import ISA_TITLES
 from kernels.registry import PROVIDERS, NoImplementation, choose
 
+OF_LOGITS = ("softmax_weights", "draw_truncated")
+"""Ops of logits, which are fp32 whatever the model computes in."""
 SELF_TEST_SECONDS = 10.0
 SHAPES = ((960, 576), (576, 1536), (4864, 896), (896, 4864), (3072, 8192))
 """(outputs, inputs) of linear layers of models people run here: 135 million to 3 billion parameters."""
@@ -165,7 +167,7 @@ def kernels(device: Device, problems: list[str]) -> dict[str, str]:
         rows["number format"] += f" ({device.dtype_note})"
     for op in _all_ops():
         try:
-            choice = choose(op, device.place.type, device.dtype)
+            choice = choose(op, device.place.type, torch.float32 if op in OF_LOGITS else device.dtype)
         except NoImplementation as error:
             rows[op] = f"none: {error}"
             continue

@@ -8,6 +8,7 @@ The same `EngineServer` runs in a thread of the tests.
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -173,16 +174,14 @@ def _exit_with_parent() -> None:
 
 def main() -> int:
     """Entry of the child process."""
-    from engine.build import build_core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    from engine.build import build_core  # torch: seconds
 
     address = sys.argv[1]
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     configure_logging(launch.settings["log_level"], launch.settings["log_format"])
     _exit_with_parent()
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return EngineServer(lambda report: build_core(launch, report), address).run()
 
 

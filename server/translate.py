@@ -59,7 +59,7 @@ async def chat(context: ServerContext, client: EngineClient, body: ChatBody, req
         limit, name = body.max_tokens, "max_tokens"
     params = await _params(context, client, body, limit, name, ShownLogprobs(top, body.prompt_logprobs))
     must_fit = body.truncate_prompt_tokens is None
-    ids = await conversation(context, client, body, body.reasoning_effort, must_fit)
+    ids = await conversation(context, client, body, must_fit)
     prompts = [truncated(client, ids, body, params)]
     params = with_room_for_logprobs(client, body, params, limit, prompts)
     work = Work(prompts, params, envelope_of(context, body, request))
@@ -275,7 +275,6 @@ async def conversation(
     context: ServerContext,
     client: EngineClient,
     body: TemplateBody,
-    reasoning_effort: str | None = None,
     must_fit: bool = False,
 ) -> list[int]:
     """Token ids of the rendered conversation: messages, template arguments and all. Only the template's own text
@@ -286,8 +285,8 @@ async def conversation(
         message = f"All messages together may have at most {MAX_CONTENT_PARTS} content parts, got {num_parts}."
         raise InvalidRequest(message, "messages", "invalid_value")
     extra = dict(body.chat_template_kwargs or {})
-    if reasoning_effort is not None:
-        extra.setdefault("reasoning_effort", reasoning_effort)
+    if body.reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", body.reasoning_effort)
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     window = window_of(client)

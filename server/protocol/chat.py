@@ -76,9 +76,12 @@ class TemplateBody(Body):
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    """Handed to the chat template."""
     chat_template: Any = None
     documents: Any = None
     tools: Any = None
+    enable_thinking: Any = None
 
 
 class ChatBody(GenerationBody, TemplateBody):
@@ -87,8 +90,6 @@ class ChatBody(GenerationBody, TemplateBody):
     """Wins over the older `max_tokens`. Absent: up to the window."""
     logprobs: Bool | None = None
     top_logprobs: Logprobs | None = None
-    reasoning_effort: str | None = None
-    """Handed to the chat template."""
 
     # documented, not served: see unsupported.py
     tool_choice: Any = None
@@ -100,4 +101,3 @@ class ChatBody(GenerationBody, TemplateBody):
     web_search_options: Any = None
     moderation: Any = None
     store: Any = None
-    enable_thinking: Any = None

@@ -24,6 +24,7 @@ TEMPLATE = (
     Unsupported("tools", EMPTY),
     Unsupported("chat_template", NOTHING, "is not taken from requests: it would run the client's code in the server"),
     Unsupported("documents", EMPTY),
+    Unsupported("enable_thinking", NOTHING, "belongs into chat_template_kwargs, where the model's template knows it"),
 )
 CHAT = (
     *COMMON,

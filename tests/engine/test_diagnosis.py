@@ -1,5 +1,6 @@
 """The doctor's facts, found on this machine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -56,6 +57,8 @@ def test_every_op_has_a_kernel_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     rows = kernels(CPU, problems)
     assert {"paged_attention", "store_kv", "pack_linear", "rms_norm", "rotary"} <= rows.keys()
     assert rows["number format"] == "float32" and not problems
+    bfloat16 = kernels(replace(CPU, dtype_name="bfloat16"), problems)
+    assert all(bfloat16[op] == rows[op] for op in ("softmax_weights", "draw_truncated")), "logits are fp32 all the same"
     if "C++ AMX" not in rows["pack_linear"]:
         assert "AMX" in rows["pack_linear"], "it says why not"
     monkeypatch.setattr(diagnosis.library, "load", lambda: None)

@@ -68,6 +68,20 @@ def test_a38_template_arguments_cannot_shadow_the_servers(server: ScriptedServer
     assert server.post_chat("s1", chat_template_kwargs={"enable_thinking": False}).status_code == 200
 
 
+def test_tokenize_gives_the_template_what_a_chat_gives_it():
+    effort = CHATML + "{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
+    with ScriptedServer({"s1": b"A"}) as server:
+        server.context.client.model = type(server.context.client.model)(
+            (MODEL,), server.tokenizer, ChatRenderer(byte_tokenizer(template=effort)), {}
+        )
+        assert server.post_chat("s1", reasoning_effort="high").status_code == 200
+        asked = {"messages": [user("s1")], "reasoning_effort": "high"}
+        found = server.http.post("/tokenize", json=asked).json()["tokens"]
+        assert found == list(server.executor.prompts[-1]) and server.tokenizer.decode(found, False).endswith("[high]")
+        refused = server.http.post("/tokenize", json={"messages": [user("s1")], "enable_thinking": False})
+        assert "chat_template_kwargs" in assert_refused(refused, param="enable_thinking")["message"]
+
+
 def test_an_unfinished_answer_can_be_continued(server: ScriptedServer):
     messages = [user("s1"), {"role": "assistant", "content": "Well, s1"}]
     server.chat("", messages=messages, continue_final_message=True)

@@ -13,6 +13,7 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
+BELOW_ONE = 1.0 - 2.0**-53
 LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -31,7 +32,7 @@ def draw(weights: F32, cumulative: F64, uniform: F64) -> Ids:
     target = uniform * cumulative[:, -1]
     group = (cumulative <= target[:, None]).sum(axis=1)
     before = np.where(group > 0, cumulative[rows, group - 1], 0.0)
-    share = (target - before) / (cumulative[rows, group] - before)
+    share = np.minimum((target - before) / (cumulative[rows, group] - before), BELOW_ONE)  # it may round to 1
     members = weights.reshape(len(weights), LANES, -1)[rows, :, group].cumsum(axis=1, dtype=np.float64)
     # share is below 1, by 2^-53 at least, so the product is below the last member after rounding too.
     lane = (members <= (share * members[:, -1])[:, None]).sum(axis=1)

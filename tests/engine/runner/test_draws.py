@@ -93,6 +93,19 @@ def test_a_draw_at_the_edge_of_a_group_stays_in_it(sums, bits):
     assert set(tokens.tolist()) <= {40 * len(sums) + group for group in range(len(sums))}
 
 
+def test_a_draw_next_to_the_end_of_a_group_stays_in_it():
+    """Where what is left of the group's share rounds to all of it."""
+    rounded = 0
+    for a, b in zip(np.linspace(2.0**-30, 2.0**-28, 64), 1 + np.arange(64) * 2.0**-13, strict=True):
+        weights = np.zeros((1, 128), np.float32)
+        weights[0, :2] = a, b
+        cumulative = weights[:, :2].cumsum(axis=1, dtype=np.float64)
+        before, total = cumulative[0]
+        rounded += ((1 - 2.0**-52) * total - before) / (total - before) >= 1
+        assert draw(weights, cumulative, np.array([1 - 2.0**-52])) == [1]
+    assert rounded, "no such case"
+
+
 def test_the_ends_of_the_unit_interval_draw_tokens_that_have_weight():
     weights = np.zeros((2, 128), np.float32)
     weights[:, [17, 100]] = [[1.0, 3.0], [1e-30, 1e-38]]
