@@ -3,11 +3,13 @@
     pool    uint8 [num_blocks, block_bytes]   one block: all layers, K and V, of `block_size` tokens, padded to 4 KiB
     layer   K: [kv_heads, head_dim / pair, block_size, pair]     V: [kv_heads, block_size / pair, head_dim, pair]
     4 bits  K: [kv_heads, head_dim / 2, block_size] bytes        V: [kv_heads, block_size, head_dim / 2] bytes
+    rows    K and V: [kv_heads, block_size, head_dim], 4 bits: [kv_heads, block_size, head_dim / 2] bytes
     scales  [kv_heads, groups, block_size] float16, of K and of V, and as many zero points where the format has them
 
-`pair` is 2 for 16-bit formats (dpbf16 and AMX multiply pairs: pairs of dims in K, pairs of tokens in V), else 1. Of
-four bits the first of two dims lies low: in K dims 2i and 2i + 1, in V, inside a group of 32, dims j and j + 16 (so
-that sixteen bytes are two vectors of neighbours). Codes and scales of a token lie in its block and nowhere else.
+The second and third line are `KVOrder.PAIRED`, which CPUs read; GPUs read `KVOrder.ROWS`. `pair` is 2 for 16-bit
+formats (dpbf16 and AMX multiply pairs: pairs of dims in K, pairs of tokens in V), else 1. Of four bits the first of two
+dims lies low: in K dims 2i and 2i + 1, in V, inside a group of 32, dims j and j + 16 (so that sixteen bytes are two
+vectors of neighbours). Codes and scales of a token lie in its block and nowhere else.
 
 Layers that see different lengths of the past form groups, each with a pool of its own: `KVLayout`.
 """
@@ -62,13 +64,26 @@ class KVFormat(enum.Enum):
 
     @property
     def pair(self) -> int:
-        """Neighbours stored side by side: dims in K, tokens in V."""
+        """Neighbours side by side in `KVOrder.PAIRED`: dims in K, tokens in V."""
         return 2 if self.bits == 16 else 1
 
     @property
     def may_be_static(self) -> bool:
         """Whether scales that are fixed beforehand can take the place of its own."""
         return self in (KVFormat.FP8_E4M3, KVFormat.INT8)
+
+
+class KVOrder(enum.Enum):
+    """In which order the numbers of a block lie."""
+
+    PAIRED = "paired"
+    """As a CPU's instructions multiply them."""
+    ROWS = "rows"
+    """A token's numbers of a head side by side, as a GPU loads tiles, and as flash-attn reads pages."""
+
+    @classmethod
+    def of(cls, is_gpu: bool) -> "KVOrder":
+        return cls.ROWS if is_gpu else cls.PAIRED
 
 
 @dataclass(frozen=True)
@@ -160,6 +175,7 @@ class KVSpec:
 
     layers: tuple[LayerKV, ...]
     block_size: int
+    order: KVOrder = KVOrder.PAIRED
 
     def __post_init__(self) -> None:
         if self.block_size < 2 or self.block_size % 2:
@@ -192,15 +208,25 @@ class KVSpec:
             found.append((halves[0], halves[1]))
         return tuple(found)
 
+    def pair(self, format: KVFormat) -> int:
+        """Neighbours stored side by side: dims in K, tokens in V."""
+        return format.pair if self.order is KVOrder.PAIRED else 1
+
     def _k_shape(self, layer: LayerKV, format: KVFormat) -> tuple[int, ...]:
+        if self.order is KVOrder.ROWS:
+            return self._rows_shape(layer, format)
         if format is KVFormat.INT4:
             return layer.kv_heads, layer.head_dim // 2, self.block_size
         return layer.kv_heads, layer.head_dim // format.pair, self.block_size, format.pair
 
     def _v_shape(self, layer: LayerKV, format: KVFormat) -> tuple[int, ...]:
-        if format is KVFormat.INT4:
-            return layer.kv_heads, self.block_size, layer.head_dim // 2
+        if self.order is KVOrder.ROWS or format is KVFormat.INT4:
+            return self._rows_shape(layer, format)
         return layer.kv_heads, self.block_size // format.pair, layer.head_dim, format.pair
+
+    def _rows_shape(self, layer: LayerKV, format: KVFormat) -> tuple[int, ...]:
+        width = layer.head_dim // 2 if format is KVFormat.INT4 else layer.head_dim
+        return layer.kv_heads, self.block_size, width
 
     @cached_property
     def block_bytes(self) -> int:
@@ -239,7 +265,13 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
 
     @classmethod
-    def of(cls, layers: tuple[LayerKV, ...], block_size: int, max_model_len: int | None = None) -> "KVLayout":
+    def of(
+        cls,
+        layers: tuple[LayerKV, ...],
+        block_size: int,
+        max_model_len: int | None = None,
+        order: KVOrder = KVOrder.PAIRED,
+    ) -> "KVLayout":
         """`layers`: all of the model's, in order. A window that no sequence of `max_model_len` tokens fills is none."""
         own = [
             None if layer.window is None or layer.window >= (max_model_len or layer.window + 1) else layer.window
@@ -250,7 +282,7 @@ class KVLayout:
         groups = []
         for window in windows:
             numbers = tuple(number for number, its_window in enumerate(own) if its_window == window)
-            spec = KVSpec(tuple(layers[number] for number in numbers), block_size)
+            spec = KVSpec(tuple(layers[number] for number in numbers), block_size, order)
             groups.append(KVGroup(window, numbers, spec))
         return cls(tuple(groups))
 
@@ -270,6 +302,10 @@ class KVLayout:
     @property
     def block_size(self) -> int:
         return self.groups[0].spec.block_size
+
+    @property
+    def order(self) -> KVOrder:
+        return self.groups[0].spec.order
 
     @property
     def num_layers(self) -> int:

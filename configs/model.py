@@ -85,8 +85,13 @@ class SizedConfig(ModelConfig, ABC):
         """Weights of linear layers can be kept in codes of the file."""
         return False
 
+    @property
+    def has_sinks(self) -> bool:
+        """Attention of some layer has sinks."""
+        return False
+
     def weight_format(self, asked: Quantization, is_gpu: bool) -> WeightFormat:
-        """On a GPU, which has no kernel of its own for codes, those of a file are unpacked."""
+        """On a GPU, which has no kernel of its own for codes in groups, those of a file are unpacked."""
         if asked != "auto":
             return asked
         return "stored" if self.has_codes and not is_gpu else "none"

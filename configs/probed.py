@@ -21,6 +21,7 @@ class LayerCall:
     kv_heads: int
     head_dim: int
     window: int | None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class ProbedConfig(SizedConfig):
     @property
     def num_parameters(self) -> int:
         return self.parameters
+
+    @property
+    def has_sinks(self) -> bool:
+        return any(call.has_sinks for call in self.calls)
 
     def weight_bytes(self, dtype: DType, quantization: WeightFormat = "none") -> int:
         if quantization != "none":

@@ -16,7 +16,7 @@ def scratch(layout: KVLayout, plain: KVFormat) -> KVGroup:
         number for number, layer in enumerate(layers) if any(format.is_quantised for format in layer.formats)
     )
     kept = (replace(layers[number], format=plain, value_format=None, static=False) for number in numbers)
-    return KVGroup(None, numbers, KVSpec(tuple(kept), layout.block_size))
+    return KVGroup(None, numbers, KVSpec(tuple(kept), layout.block_size, layout.order))
 
 
 def scratch_bytes(layout: KVLayout, plain: KVFormat, num_tokens: int) -> int:

@@ -2,20 +2,22 @@
 
 T tokens of a step, B sequences, Hq query heads, Hkv key/value heads, D head_dim, H hidden size. The result for a row
 depends on that row only (in attention: on its own sequence up to it), bit for bit: never on T, B, the row's place or
-the number of threads (on a CPU; of a GPU that is not claimed yet). Broken contracts are bugs of the caller and end in
-AssertionError.
+the number of threads. (On a GPU linear layers keep that where they were packed to (`registry.INVARIANT`), everything
+where Triton serves.) Broken contracts are bugs of the caller and end in AssertionError.
 """
 
 import functools
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from configs.kv import KVFormat, KVHalf, KVSpec, LayerKV
+from configs.kv import PAGE, KVFormat, KVHalf, KVSpec, LayerKV
 from kernels.grouped_weight import GroupedWeight
 from kernels.int8_weight import Int8Weight
-from kernels.registry import KVFormats, choose
+from kernels.registry import AUTO, KVFormats, choose
 
 Gate = Literal["silu", "gelu_tanh"]
 """What is done to the numbers that gate others: SwiGLU, GeGLU (Shazeer 2020); tanh: the approximation of GELU by it."""
@@ -100,6 +102,36 @@ class LayerPages:
         return self.k_transform, self.v_transform
 
 
+@dataclass(frozen=True, eq=False)
+class HostLengths:
+    """What the host knows of a step's sequences: nobody then needs to ask the device, and to wait for it."""
+
+    rows: npt.NDArray[np.int64]
+    """[B]: rows of each sequence in this step"""
+    contexts: npt.NDArray[np.int64]
+    """[B]: context length of each, these rows included"""
+
+    @functools.cached_property
+    def num_decodes(self) -> int:
+        """Sequences of one row each that come before all others."""
+        several = np.flatnonzero(self.rows != 1)
+        return int(several[0]) if len(several) else len(self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnRows:
+    """K and V of the very rows that attend, [T, Hkv, D] as `store_kv` was given them, any row stride, heads and dims
+    dense; and how the rows belong to sequences."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: HostLengths
+
+    def __post_init__(self) -> None:
+        assert self.k.dim() == 3 and self.k.shape == self.v.shape, (self.k.shape, self.v.shape)
+        assert self.k.dtype == self.v.dtype and _rows_dense(self.k) and _rows_dense(self.v), self.k.dtype
+
+
 class PackedLinear(Protocol):
     """A weight laid out for the implementation that will multiply by it. Made by `pack_linear`."""
 
@@ -146,12 +178,26 @@ def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch
     (i, i + R / 2) ("neox"); fp32 arithmetic, rounded once. q and k may be views of one buffer: any row stride, heads
     and dims dense. (RoPE: Su et al. 2021.)
     """
-    assert q.dim() == k.dim() == 3 and q.shape[0] == k.shape[0] == positions.shape[0], (q.shape, k.shape)
-    assert q.shape[2] == k.shape[2] >= 2 * cos.shape[1] and cos.shape == sin.shape, (q.shape, k.shape, cos.shape)
-    assert q.dtype == k.dtype and cos.dtype == sin.dtype == torch.float32 and positions.dtype == torch.int64
-    assert _rows_dense(q) and _rows_dense(k), (q.stride(), k.stride())
-    assert positions.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    _check_rotary(q, k, positions, cos, sin)
     _serve("rotary", q)(q, k, positions, cos, sin)
+
+
+def norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    """`rms_norm` of each head of q, by q_weight [D], and of k, by k_weight [D], then `rotary`: all IN PLACE."""
+    _check_rotary(q, k, positions, cos, sin)
+    assert q_weight.shape == k_weight.shape == q.shape[2:], (q_weight.shape, k_weight.shape, q.shape)
+    assert q_weight.dtype == k_weight.dtype and q_weight.dtype in (q.dtype, torch.float32), (q_weight.dtype, q.dtype)
+    assert _dense(q_weight) and _dense(k_weight), (q_weight.stride(), k_weight.stride())
+    _serve("norm_rotary", q)(q, k, q_weight, k_weight, eps, positions, cos, sin)
 
 
 def gate_mul(x: torch.Tensor, gate: Gate) -> torch.Tensor:
@@ -175,15 +221,18 @@ def gather_rows(table: torch.Tensor, indices: torch.Tensor, scale: float = 1.0) 
     return rows
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Gate | None = None) -> PackedLinear:
+def pack_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, gate: Gate | None = None, backend: str = AUTO
+) -> PackedLinear:
     """weight: [N, K], bias: [N] or None, one dtype. Lays the weight out once, at load.
 
     gate: weight is [2 N, K], the gates first; the layer is `gate_mul` of its N gates and N others, in the same bits.
+    backend: who computes it (`kernels.registry`), one that serves here.
     """
     assert weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1]), weight.shape
     assert bias is None or bias.dtype == weight.dtype, bias.dtype
     assert gate is None or (gate in GATES and weight.shape[0] % 2 == 0), (gate, weight.shape)
-    packed: PackedLinear = _serve("pack_linear", weight)(weight, bias, gate)
+    packed: PackedLinear = _serve("pack_linear", weight, None, backend)(weight, bias, gate)
     return packed
 
 
@@ -238,6 +287,8 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    backend: str = AUTO,
+    own: OwnRows | None = None,
 ) -> torch.Tensor:
     """Causal attention of q [T, Hq, D] over the pages of each row's sequence -> [T, Hq * D], q's dtype.
 
@@ -251,6 +302,9 @@ def paged_attention(
     head h. A score is q . k x scale, scale > 0; with softcap > 0 it is softcap x tanh(q . k x scale / softcap), as in
     Gemma 2. sinks: fp32 [Hq], contiguous, for each query head the logit of no token: it takes its share of the softmax
     and adds nothing (Xiao et al. 2023; learned in gpt-oss).
+
+    backend: who computes it (`kernels.registry`), one that serves here. own: may be read in place of the rows' pages,
+    where those hold K and V as they are; for backends that read it (`kernels.flash`), and for no others.
     """
     kind = pages.kind
     assert q.dim() == 3 and q.shape[2] == kind.head_dim and q.shape[1] % kind.kv_heads == 0, (q.shape, kind)
@@ -262,8 +316,9 @@ def paged_attention(
     assert softcap is None or softcap > 0, softcap
     assert sinks is None or (sinks.shape == q.shape[1:2] and sinks.dtype == torch.float32), (sinks.shape, sinks.dtype)
     assert sinks is None or (sinks.is_contiguous() and sinks.device == q.device), (sinks.stride(), sinks.device)
-    serve = _serve("paged_attention", q, kind.formats)
-    out: torch.Tensor = serve(q, pages, block_tables, query_start, seq_lens, scale, window, softcap, sinks)
+    serve = _serve("paged_attention", q, kind.formats, backend)
+    how = (scale, window, softcap, sinks) if own is None else (scale, window, softcap, sinks, own)
+    out: torch.Tensor = serve(q, pages, block_tables, query_start, seq_lens, *how)
     return out
 
 
@@ -278,7 +333,20 @@ def compute_dtype(dtype: torch.dtype, formats: KVFormats) -> torch.dtype:
 def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
     """Copies whole blocks inside `pool` (uint8 [blocks, block_bytes]): (source, destination) pairs, in order."""
     _assert_pool(pool)
+    assert pool.shape[1] % PAGE == 0, pool.shape
     _serve("copy_blocks", pool)(pool, pairs)
+
+
+def gather_blocks(pool: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """Copies blocks `ids` (int64 [n]) of `pool` (uint8 [blocks, block_bytes]) into `out` (uint8 [n, block_bytes])."""
+    _check_swap(pool, ids, out)
+    _serve("gather_blocks", pool)(pool, ids, out)
+
+
+def scatter_blocks(source: torch.Tensor, ids: torch.Tensor, pool: torch.Tensor) -> None:
+    """Copies `source` (uint8 [n, block_bytes]) into blocks `ids` (int64 [n], each another one) of `pool`."""
+    _check_swap(pool, ids, source)
+    _serve("scatter_blocks", pool)(source, ids, pool)
 
 
 def softmax_weights(
@@ -329,8 +397,38 @@ def draw_truncated(
     return drawn
 
 
-def _serve(op: str, tensor: torch.Tensor, formats: KVFormats | None = None) -> Any:
-    return choose(op, "cpu" if tensor.is_cpu else tensor.device.type, tensor.dtype, formats).function
+def draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    choices: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """A token for each row of logits [S, V], drawn from what top-k, then top-p, then min-p leave: int64 [S]; -1 where a
+    row has a NaN or no finite maximum. Any row stride, V at most 2^18. For where logits are: nothing waits for a CPU.
+
+    temperature: fp32 [S], below 1e-5: the lowest token of the maximum; top_k: int32 [S], 0: off; top_p, min_p: fp32
+    [S], 1 and 0: off. What is kept is what `draw_truncated` says, but tokens are ordered by their logits. It is drawn
+    by the largest of random scores, of which there is one for each token, a function of seeds, choices and positions
+    (int64 [S]: 64 bits, 32 bits and the place of the token to draw in its sequence) and of the token: formulas in
+    `reference.sampling`. All implementations draw the same.
+    """
+    columns = temperature, top_k, top_p, min_p, seeds, choices, positions
+    assert logits.dim() == 2 and 1 <= logits.shape[1] <= 2**18 and _dense(logits), (logits.shape, logits.stride())
+    assert logits.is_floating_point(), logits.dtype
+    for column in columns:
+        assert column.shape == logits.shape[:1] and column.is_contiguous(), (column.shape, column.stride())
+    assert temperature.dtype == top_p.dtype == min_p.dtype == torch.float32, (temperature.dtype, top_p.dtype)
+    assert top_k.dtype == torch.int32 and seeds.dtype == choices.dtype == positions.dtype == torch.int64, top_k.dtype
+    drawn: torch.Tensor = _serve("draw", logits)(logits, *columns)
+    return drawn
+
+
+def _serve(op: str, tensor: torch.Tensor, formats: KVFormats | None = None, backend: str = AUTO) -> Any:
+    return choose(op, "cpu" if tensor.is_cpu else tensor.device.type, tensor.dtype, formats, backend).function
 
 
 def _dense(x: torch.Tensor) -> bool:
@@ -342,6 +440,24 @@ def _rows_dense(x: torch.Tensor) -> bool:
     """[T, H, D] with heads and dims contiguous inside a row."""
     (_, heads, dims), (_, head_stride, dim_stride) = x.shape, x.stride()
     return dim_stride == 1 and (head_stride == dims or heads == 1)
+
+
+def _check_rotary(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    assert q.dim() == k.dim() == 3 and q.shape[0] == k.shape[0] == positions.shape[0], (q.shape, k.shape)
+    assert q.shape[2] == k.shape[2] >= 2 * cos.shape[1] and cos.shape == sin.shape, (q.shape, k.shape, cos.shape)
+    assert q.dtype == k.dtype and cos.dtype == sin.dtype == torch.float32 and positions.dtype == torch.int64
+    assert _rows_dense(q) and _rows_dense(k), (q.stride(), k.stride())
+    assert positions.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+
+
+def _check_swap(pool: torch.Tensor, ids: torch.Tensor, dense: torch.Tensor) -> None:
+    _assert_pool(pool)
+    _assert_pool(dense)
+    assert ids.dim() == 1 and ids.dtype == torch.int64 and ids.is_contiguous(), ids
+    assert dense.shape == (len(ids), pool.shape[1]) and pool.shape[1] % PAGE == 0, (dense.shape, ids.shape, pool.shape)
+    assert ids.device == dense.device == pool.device, (ids.device, dense.device, pool.device)
 
 
 def _assert_pool(pool: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
 """Which implementation serves an op: (op, device, dtype) -> function, and why each other one was refused.
 
-Ops that work on KV pages are asked for by the pages' formats too. A provider module lists `CANDIDATES`, best first.
-`choose` asks them in order and takes the first that accepts; every other one leaves a `Refused` with its reason in
-words, for the start-up block and whoever asks why a machine is slow.
+Ops that work on KV pages are asked for by the pages' formats too, attention also by the backend that people may name
+(`--attention-backend`), linear layers by one that `--batch-invariant` names. A provider module lists `CANDIDATES`, best
+first. `choose` asks them in order and takes the first that accepts; every other one leaves a `Refused` with its reason
+in words, for the start-up block and whoever asks why a machine is slow.
 """
 
 import functools
@@ -22,12 +23,19 @@ PROVIDERS = (
     "kernels.cpu.elementwise",
     "kernels.cpu.softmax",
     "kernels.cpu.truncation",
+    "kernels.flash",
+    "kernels.triton.offers",
     "kernels.reference",
 )
 """Modules with a `CANDIDATES` tuple, in order of preference. The reference comes last and accepts everything."""
 
 KVFormats = tuple[KVFormat, KVFormat]
 """(of K, of V)"""
+
+AUTO = "auto"
+"""The backend that people name who leave the choice to `choose`."""
+INVARIANT = "batch-invariant"
+"""The backend of linear layers that give a row the same bits in any company on a GPU too (`--batch-invariant`)."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +53,26 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Elsewhere(Refused):
+    """The candidate is for other machines: nobody misses it here."""
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One implementation of one op."""
 
     op: str
     name: str
-    """As people read it: "C++ AVX-512 bf16", "torch reference"."""
+    """As people read it: "C++ AMX bf16", "torch reference"."""
     offer: Callable[[str, torch.dtype], Accepted | Refused]
     """(device type, dtype) -> the function, or why not. May be slow (compile, probe): asked once a process."""
     refuses: Callable[[torch.dtype, KVFormats], str | None] | None = None
     """(dtype of q, k and v, formats of pages) -> why it cannot work on such pages, or None. Without it: on all."""
+    backend: str | None = None
+    """To which of the backends it belongs that people may name; of an op for which they may name none: None."""
+    on_request: bool = False
+    """It serves only where its backend is named."""
+    gpu_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +86,8 @@ class Choice:
     function: Callable[..., Any]
     refused: tuple[tuple[str, str], ...]
     """(name, reason) of each other candidate, in order of preference."""
+    better: tuple[tuple[str, str], ...]
+    """(name, reason) of each candidate for such machines that would have been preferred, had it not refused."""
 
     def __str__(self) -> str:
         others = "; ".join(f"{name}: {reason}" for name, reason in self.refused)
@@ -76,6 +96,11 @@ class Choice:
 
 class NoImplementation(RuntimeError):
     """No candidate accepts. The message lists what was tried and why each was refused."""
+
+    def __init__(self, message: str, refused: tuple[tuple[str, str], ...]) -> None:
+        super().__init__(message)
+        self.refused = refused
+        """(name, reason) of each candidate."""
 
 
 @functools.cache
@@ -86,35 +111,55 @@ def candidates(op: str) -> tuple[Candidate, ...]:
 
 
 @functools.cache
-def choose(op: str, device: str, dtype: torch.dtype, formats: KVFormats | None = None) -> Choice:
+def choose(op: str, device: str, dtype: torch.dtype, formats: KVFormats | None = None, backend: str = AUTO) -> Choice:
     """The implementation that serves `op` on `device` ("cpu", "cuda") in `dtype`. Raises NoImplementation.
 
-    formats: of the pages, where the op works on any; None: whatever they may be.
+    formats: of the pages, where the op works on any; None: whatever they may be. backend: whose it must be.
     """
-    return choose_among(candidates(op), op, device, dtype, formats)
+    return choose_among(candidates(op), op, device, dtype, formats, backend)
 
 
 def choose_among(
-    candidates: Iterable[Candidate], op: str, device: str, dtype: torch.dtype, formats: KVFormats | None = None
+    candidates: Iterable[Candidate],
+    op: str,
+    device: str,
+    dtype: torch.dtype,
+    formats: KVFormats | None = None,
+    backend: str = AUTO,
 ) -> Choice:
     """The first of `candidates` that accepts. Raises NoImplementation."""
     chosen: tuple[str, Callable[..., Any]] | None = None
-    refused = []
+    refused, better = [], []
     for candidate in candidates:
-        offer = _offer(candidate, device, dtype, formats)
+        offer = _offer(candidate, device, dtype, formats, backend)
         if isinstance(offer, Refused):
             refused.append((candidate.name, offer.reason))
+            if chosen is None and not isinstance(offer, Elsewhere):
+                better.append(refused[-1])
         elif chosen is None:
             chosen = candidate.name, offer.function
         else:
             refused.append((candidate.name, f"{chosen[0]} is preferred"))
     if chosen is None:
         tried = "; ".join(f"{name}: {reason}" for name, reason in refused) or "no candidates"
-        raise NoImplementation(f"nothing implements {op} on {device} in {dtype} ({tried})")
-    return Choice(op, device, dtype, *chosen, tuple(refused))
+        raise NoImplementation(f"nothing implements {op} on {device} in {dtype} ({tried})", tuple(refused))
+    return Choice(op, device, dtype, *chosen, tuple(refused), tuple(better))
 
 
-def _offer(candidate: Candidate, device: str, dtype: torch.dtype, formats: KVFormats | None) -> Accepted | Refused:
+def named(backend: str) -> str:
+    """Why a candidate of another backend does not serve."""
+    return f"--{INVARIANT}" if backend == INVARIANT else f"--attention-backend {backend}"
+
+
+def _offer(
+    candidate: Candidate, device: str, dtype: torch.dtype, formats: KVFormats | None, backend: str
+) -> Accepted | Refused:
+    if backend not in (AUTO, candidate.backend):
+        return Refused(named(backend))
+    if candidate.gpu_only and device == "cpu":
+        return Elsewhere("runs on a GPU, not on cpu")
+    if backend == AUTO and candidate.on_request:
+        return Refused(f"on request only ({named(str(candidate.backend))})")
     offer = candidate.offer(device, dtype)
     if isinstance(offer, Accepted) and formats is not None and candidate.refuses is not None:
         reason = candidate.refuses(dtype, formats)

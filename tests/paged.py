@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.kv import KVFormat, KVSpec, LayerKV
+from configs.kv import KVFormat, KVOrder, KVSpec, LayerKV
 from kernels import ops, reference
 from kernels.cpu import attention as native
 from kernels.cpu import library
@@ -204,12 +204,13 @@ def _made(
     centred=True,
     poison=0xFF,
     shuffled=True,
+    order=KVOrder.PAIRED,
 ):
     """formats: (of K, of V), the dtype's own unless given; poison: what all bytes are that hold nothing."""
     generator = torch.Generator().manual_seed(seed)
     k_format, v_format = formats or (FORMATS[dtype],) * 2
     kind = LayerKV(kv_heads, head_dim, k_format, value_format=v_format, static=static)
-    spec = KVSpec((kind,) * 2, block_size)
+    spec = KVSpec((kind,) * 2, block_size, order)
     counts = [spec.blocks_for_tokens(length) for length in lengths]
     pool = torch.full((sum(counts) + 3, spec.block_bytes), poison, dtype=torch.uint8)
     tables = torch.full((len(lengths), max(counts) + 1), 2**31 - 1, dtype=torch.int32)

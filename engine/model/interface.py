@@ -5,6 +5,8 @@ from typing import Protocol
 
 import torch
 
+from kernels.ops import HostLengths
+
 
 @dataclass(slots=True)
 class ForwardBatch:
@@ -27,6 +29,8 @@ class ForwardBatch:
     """int64 [S]: rows whose hidden state goes through the head"""
     adapter_slots: torch.Tensor | None = None
     """int32 [T]: LoRA adapter of each token, 0: none; None: no adapters at all"""
+    lengths: HostLengths | None = None
+    """Of the sequences, as `query_start` and `seq_lens` say too; None: the host does not know"""
 
 
 class KVStore(Protocol):

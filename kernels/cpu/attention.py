@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from configs.kv import KVFormat, KVHalf
+from configs.kv import KVFormat, KVHalf, KVOrder
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import KINDS, native_candidates
 from kernels.cpu.program import Call, Entry, fresh
@@ -128,6 +128,7 @@ class NativeAttention:
 
 def describe(pages: LayerPages) -> tuple[AttentionHalf, AttentionHalf]:
     """(K, V)"""
+    assert pages.spec.order is KVOrder.PAIRED, pages.spec.order
     k, v = (_half(pages, half, transform) for half, transform in zip(pages.halves, pages.transforms, strict=True))
     return k, v
 

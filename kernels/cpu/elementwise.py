@@ -31,7 +31,7 @@ class NormCall(Call):
     _fields_ = (
         *(("x", _PTR), ("x_stride", _I64), ("residual", _PTR), ("residual_stride", _I64)),
         *(("weight", _PTR), ("wide_weight", _I64), ("eps", ctypes.c_float)),
-        *(("rows", _I64), ("heads", _I64), ("width", _I64), ("out", _PTR)),
+        *(("rows", _I64), ("heads", _I64), ("width", _I64), ("out", _PTR), ("out_stride", _I64)),
     )
 
 
@@ -75,7 +75,7 @@ class NativeNorm:
         # fmt: off
         self.entry(NormCall(
             x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), weight.dtype is torch.float32, eps, rows, heads,
-            width, out.data_ptr(),
+            width, out.data_ptr(), heads * width,
         ))
         # fmt: on
         return out
@@ -93,7 +93,7 @@ class NativeAddNorm:
         # fmt: off
         self.entry(NormCall(
             x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(),
-            weight.dtype is torch.float32, eps, rows, 1, width, out.data_ptr(),
+            weight.dtype is torch.float32, eps, rows, 1, width, out.data_ptr(), width,
         ))
         # fmt: on
         return out
@@ -115,6 +115,34 @@ class NativeRotary:
             positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], tokens,
         ))
         # fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class NativeNormRotary:
+    """`norm_rotary`: the norms one by one, in place, then `rotary`."""
+
+    norm: Entry
+    rotary: NativeRotary
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        eps: float,
+        positions: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> None:
+        for x, weight in ((q, q_weight), (k, k_weight)):
+            # fmt: off
+            self.norm(NormCall(
+                x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), weight.dtype is torch.float32, eps, *x.shape,
+                x.data_ptr(), x.stride(0),
+            ))
+            # fmt: on
+        self.rotary(q, k, positions, cos, sin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +175,10 @@ class NativeGatherRows:
         return out
 
 
+def _make_norm_rotary(native: NativeLibrary, ending: str) -> NativeNormRotary:
+    return NativeNormRotary(Entry(native, f"norm_{ending}"), NativeRotary(Entry(native, f"rotary_{ending}")))
+
+
 def _make(wrapper: Callable[[Entry], Any], entry: str) -> Callable[[NativeLibrary, str], Any]:
     return lambda native, ending: wrapper(Entry(native, f"{entry}_{ending}"))
 
@@ -155,6 +187,7 @@ CANDIDATES = (
     *native_candidates("rms_norm", "norm", ISAS, _make(NativeNorm, "norm")),
     *native_candidates("add_rms_norm", "norm", ISAS, _make(NativeAddNorm, "norm")),
     *native_candidates("rotary", "rotary", ISAS, _make(NativeRotary, "rotary")),
+    *native_candidates("norm_rotary", "norm", ISAS, _make_norm_rotary),
     *native_candidates("gate_mul", "gate_mul", ISAS, _make(NativeGateMul, "gate_mul")),
     *native_candidates("gather_rows", "gather_rows", ISAS, _make(NativeGatherRows, "gather_rows")),
 )

@@ -251,7 +251,7 @@ def keep_onednn_from_amx() -> None:
     """Has oneDNN stop at AVX-512 bf16, unless the user set its limit: with AMX rows depend on their number.
 
     Works only before this process's first use of oneDNN, which reads the setting then and never again. Whether rows are
-    exact is for `kernels.cpu.exactness` to say.
+    exact is for `kernels.exactness` to say.
     """
     ctypes.CDLL(None).setenv(b"ONEDNN_MAX_CPU_ISA", b"AVX512_CORE_BF16", 0)
 

@@ -34,6 +34,7 @@ def native_candidates(
             f"C++ {ISA_TITLES[isa]}",
             _offer(entry, isa, isas, make),
             functools.partial(refuses, isa) if refuses else None,
+            backend="cpu",
         )
         for isa in used
     )

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from configs.kv import KVFormat, KVHalf
+from configs.kv import KVFormat, KVHalf, KVOrder
 from kernels.cpu import library
 from kernels.cpu.library import NativeLibrary
 from kernels.cpu.offers import native_candidates
@@ -117,6 +117,7 @@ def describe(pages: LayerPages) -> StorePages:
         for half, transform in zip(pages.halves, pages.transforms, strict=True)
     ]
     spec = pages.spec
+    assert spec.order is KVOrder.PAIRED, spec.order
     return StorePages(*halves, pages.pool.data_ptr(), spec.block_bytes, spec.block_size, kind.kv_heads, kind.head_dim)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from kernels.reference.attention import paged_attention
-from kernels.reference.elementwise import add_rms_norm, gate_mul, gather_rows, rms_norm, rotary
+from kernels.reference.elementwise import add_rms_norm, gate_mul, gather_rows, norm_rotary, rms_norm, rotary
 from kernels.reference.linear import pack_coded_linear, pack_linear
-from kernels.reference.pages import copy_blocks, store_kv
+from kernels.reference.pages import copy_blocks, gather_blocks, scatter_blocks, store_kv
+from kernels.reference.sampling import draw
 from kernels.reference.softmax import softmax_weights
 from kernels.reference.truncation import draw_truncated
 from kernels.registry import Accepted, Candidate
@@ -23,7 +24,7 @@ def _candidate(function: Callable[..., Any]) -> Candidate:
     def offer(device: str, dtype: torch.dtype) -> Accepted:
         return Accepted(function)
 
-    return Candidate(function.__name__, NAME, offer)
+    return Candidate(function.__name__, NAME, offer, backend="reference")
 
 
 CANDIDATES = tuple(
@@ -32,6 +33,7 @@ CANDIDATES = tuple(
         rms_norm,
         add_rms_norm,
         rotary,
+        norm_rotary,
         gate_mul,
         gather_rows,
         pack_linear,
@@ -39,7 +41,10 @@ CANDIDATES = tuple(
         store_kv,
         paged_attention,
         copy_blocks,
+        gather_blocks,
+        scatter_blocks,
         softmax_weights,
         draw_truncated,
+        draw,
     )
 )

@@ -25,6 +25,21 @@ def rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch
         turning.copy_(torch.cat((first * c - second * s, second * c + first * s), dim=-1))
 
 
+def norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    q.copy_(rms_norm(q, q_weight, eps))
+    k.copy_(rms_norm(k, k_weight, eps))
+    rotary(q, k, positions, cos, sin)
+
+
 def gate_mul(x: torch.Tensor, gate: Gate) -> torch.Tensor:
     gates, up = x.chunk(2, dim=-1)
     return (functional.silu(gates) if gate == "silu" else functional.gelu(gates, approximate="tanh")) * up

@@ -33,7 +33,7 @@ class TorchLinear:
     def __call__(self, x: torch.Tensor, wide: bool = False) -> torch.Tensor:
         assert not (wide and self.gate), ops.GATED_IS_NOT_WIDE
         out = functional.linear(x, self.weight, self.bias)
-        out = gate_mul(out, self.gate) if self.gate else out
+        out = _gated(out, self.gate) if self.gate else out
         return out.float() if wide else out
 
 
@@ -69,7 +69,12 @@ class TorchCodedLinear:
             some = slice(start, start + size)
             bias = None if self.bias is None else self.bias[some]
             out[:, some] = _multiply(x, self.weight.rows(some), bias)
-        return gate_mul(out, self.gate) if self.gate else out
+        return _gated(out, self.gate) if self.gate else out
+
+
+def _gated(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """On a GPU by the best that there is; on a CPU this is the oracle."""
+    return gate_mul(x, gate) if x.is_cpu else ops.gate_mul(x, gate)
 
 
 def _multiply(x: torch.Tensor, weight: ops.CodedWeight, bias: torch.Tensor | None) -> torch.Tensor:

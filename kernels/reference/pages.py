@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.kv import KVFormat, KVHalf, KVPart
+from configs.kv import KVFormat, KVOrder, KVPart
 from kernels.ops import LayerPages
 from kernels.reference import kv_formats
 
@@ -53,18 +53,18 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slot_mapping: 
 
 
 def _put_k(codes: torch.Tensor, pages: LayerPages, block: torch.Tensor, offset: torch.Tensor) -> None:
-    half, pair = pages.halves[0], pages.halves[0].format.pair
-    if half.format is KVFormat.INT4:
+    if pages.halves[0].format is KVFormat.INT4:
         codes = kv_formats.pack_k(codes)
-    rows, heads, width = codes.shape
-    _k_view(pages, half)[block, :, :, offset] = codes.view(rows, heads, width // pair, pair)
+    view = _k_view(pages)
+    view[block, :, offset] = codes.view(*codes.shape[:-1], *view.shape[3:])
 
 
 def _put_v(codes: torch.Tensor, pages: LayerPages, block: torch.Tensor, offset: torch.Tensor) -> None:
-    half, pair = pages.halves[1], pages.halves[1].format.pair
-    if half.format is KVFormat.INT4:
+    if pages.halves[1].format is KVFormat.INT4:
         codes = kv_formats.pack_v(codes)
-    _v_view(pages, half)[block, :, offset // pair, :, offset % pair] = codes
+    view = _v_view(pages)
+    pair = view.shape[3]
+    view[block, :, offset // pair, offset % pair] = codes
 
 
 def gather_kv(pages: LayerPages, blocks: torch.Tensor, start: int, end: int, dtype: torch.dtype) -> tuple[Past, Past]:
@@ -76,8 +76,8 @@ def gather_kv(pages: LayerPages, blocks: torch.Tensor, start: int, end: int, dty
     first = start // pages.spec.block_size
     index = blocks[first : pages.spec.blocks_for_tokens(end)].long()
     tokens = slice(start - first * pages.spec.block_size, end - first * pages.spec.block_size)
-    k = _k_view(pages, k_half)[index].permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)[:, tokens]
-    v = _v_view(pages, v_half)[index].permute(1, 0, 2, 4, 3).flatten(1, 3)[:, tokens]
+    k = _k_view(pages)[index].transpose(0, 1).flatten(3).flatten(1, 2)[:, tokens]
+    v = _v_view(pages)[index].transpose(0, 1).flatten(1, 3)[:, tokens]
     if k_half.format is KVFormat.INT4:
         k = kv_formats.unpack_k(k)
     if v_half.format is KVFormat.INT4:
@@ -101,13 +101,25 @@ def copy_blocks(pool: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         pool[destination].copy_(pool[source])
 
 
-def _k_view(pages: LayerPages, half: KVHalf) -> torch.Tensor:
-    """[blocks, Hkv, D / pair, block size, pair]; int4: D / 2 bytes, pair 1."""
-    view = kv_formats.raw(pool_view(pages.pool, half.codes))
-    return view.view(len(view), pages.kind.kv_heads, -1, pages.spec.block_size, half.format.pair)
+def gather_blocks(pool: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+    torch.index_select(pool, 0, ids, out=out)
 
 
-def _v_view(pages: LayerPages, half: KVHalf) -> torch.Tensor:
-    """[blocks, Hkv, block size / pair, D, pair]; int4: D / 2 bytes, pair 1."""
-    view, pair = kv_formats.raw(pool_view(pages.pool, half.codes)), half.format.pair
-    return view.view(len(view), pages.kind.kv_heads, pages.spec.block_size // pair, -1, pair)
+def scatter_blocks(source: torch.Tensor, ids: torch.Tensor, pool: torch.Tensor) -> None:
+    pool.index_copy_(0, ids, source)
+
+
+def _k_view(pages: LayerPages) -> torch.Tensor:
+    """[blocks, Hkv, block size, D / pair, pair]; int4: D / 2 bytes, pair 1."""
+    half, spec, heads = pages.halves[0], pages.spec, pages.kind.kv_heads
+    view, pair = kv_formats.raw(pool_view(pages.pool, half.codes)), spec.pair(half.format)
+    if spec.order is KVOrder.ROWS:
+        return view.unsqueeze(-1)
+    return view.view(len(view), heads, -1, spec.block_size, pair).transpose(2, 3)
+
+
+def _v_view(pages: LayerPages) -> torch.Tensor:
+    """[blocks, Hkv, block size / pair, pair, D]; int4: D / 2 bytes, pair 1."""
+    half, spec, heads = pages.halves[1], pages.spec, pages.kind.kv_heads
+    view, pair = kv_formats.raw(pool_view(pages.pool, half.codes)), spec.pair(half.format)
+    return view.view(len(view), heads, spec.block_size // pair, -1, pair).transpose(3, 4)

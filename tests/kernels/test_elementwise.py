@@ -142,6 +142,24 @@ def test_norms_with_a_wide_weight_round_once(dtype: torch.dtype, isa: str, width
 
 
 @each_variant
+@pytest.mark.parametrize("wide_weight", [False, True])
+@pytest.mark.parametrize("turning", [60, 34])
+def test_norm_rotary_has_the_bits_of_its_steps(dtype: torch.dtype, isa: str, turning: int, wide_weight: bool) -> None:
+    """In views of one buffer, in place."""
+    angles, positions = torch.rand(9, turning // 2), torch.tensor([8, 0, 3, 3, 5])
+    q_weight, k_weight = normal(2, 60, dtype=torch.float32 if wide_weight else dtype, seed=1)
+    fused = normal(5, 500, dtype=dtype)
+    before, q, k = fused.clone(), fused[:, 20:200].view(5, 3, 60), fused[:, 220:340].view(5, 2, 60)
+    norm, asked = native("rms_norm", dtype, isa), (positions, angles.cos(), angles.sin())
+    expected = norm(q, q_weight, 1e-6), norm(k, k_weight, 1e-6)
+    native("rotary", dtype, isa)(*expected, *asked)
+    native("norm_rotary", dtype, isa)(q, k, q_weight, k_weight, 1e-6, *asked)
+    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
+    for others in (slice(0, 20), slice(200, 220), slice(340, None)):
+        assert torch.equal(fused[:, others], before[:, others])
+
+
+@each_variant
 @pytest.mark.parametrize("turning", [0, 2, 34, 60])
 def test_rotary_of_the_first_dims(dtype: torch.dtype, isa: str, turning: int) -> None:
     angles = torch.rand(9, turning // 2, generator=torch.Generator().manual_seed(0))

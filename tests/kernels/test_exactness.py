@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.cpu.exactness import inexact, probe, report
+from kernels.exactness import inexact, probe, report
 from kernels.reference.linear import TorchLinear
 from kernels.threads import num_threads, set_threads
 

@@ -195,7 +195,7 @@ def test_another_order_of_sums_is_noticed() -> None:
 
 ONEDNN = """
 import torch
-from kernels.cpu.exactness import probe
+from kernels.exactness import probe
 from kernels.cpu.linear import pack_onednn
 from kernels.ops import gate_mul
 dtype = getattr(torch, {dtype!r})
@@ -223,7 +223,7 @@ WITHOUT_LIBRARY = """
 import torch
 from kernels import ops
 from kernels.cpu import library
-from kernels.cpu.exactness import probe
+from kernels.exactness import probe
 from kernels.cpu.linear import OneDnnLinear
 library.load = lambda: None
 for k, n in ((576, 960), (1536, 576)):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from packed import GATES, VARIANTS, packer
 
 from kernels import ops
-from kernels.cpu.exactness import probe
 from kernels.cpu.linear import ISAS, NativeCodePacker, NativePacker
+from kernels.exactness import probe
 from kernels.grouped_weight import GroupedWeight
 from kernels.reference import linear as reference
 from kernels.threads import set_threads

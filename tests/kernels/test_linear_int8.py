@@ -8,8 +8,8 @@ from packed import GATES, SHAPES, VARIANTS, assert_close, packer
 
 from kernels import ops
 from kernels.cpu import library
-from kernels.cpu.exactness import probe
 from kernels.cpu.linear import ISAS, NativeCodePacker, NativePacker
+from kernels.exactness import probe
 from kernels.int8_weight import LARGEST, Int8Weight
 from kernels.reference import linear as reference
 from kernels.registry import choose

@@ -58,6 +58,27 @@ def test_a_program_computes_from_the_rows_and_numbers_of_the_day(dtype: torch.dt
         assert result[len(rows) :].isnan().all()
 
 
+@KINDS
+@torch.inference_mode()
+def test_norms_and_rotary_in_place_are_recorded(dtype: torch.dtype) -> None:
+    """Each run turns what the calls before it have written anew."""
+    table, norm = random_table(dtype), torch.full((16,), 0.5, dtype=dtype)
+    indices, angles = torch.arange(MOST), torch.rand(MOST, 8)
+
+    def step(indices: torch.Tensor) -> torch.Tensor:
+        fused = ops.gather_rows(table, indices)
+        q, k = fused[:, :32].unflatten(1, (2, 16)), fused[:, 32:48].unflatten(1, (1, 16))
+        ops.norm_rotary(q, k, norm, norm, 1e-6, indices, angles, angles)
+        return fused
+
+    program, result = record(lambda: step(indices), Arena(), (MOST,))
+    for rows in (MOST, 3, 3):
+        expected = step(indices[:rows])
+        assert not torch.equal(expected, table[:rows])
+        program.run((rows,))
+        assert torch.equal(result[:rows], expected)
+
+
 @torch.inference_mode()
 def test_each_call_has_rows_of_its_own_kind() -> None:
     table, first, second = random_table(), torch.arange(7), torch.arange(3)

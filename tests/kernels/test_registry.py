@@ -13,13 +13,18 @@ OPS = (
     "rms_norm",
     "add_rms_norm",
     "rotary",
+    "norm_rotary",
     "gate_mul",
+    "gather_rows",
     "pack_linear",
     "store_kv",
     "paged_attention",
     "copy_blocks",
+    "gather_blocks",
+    "scatter_blocks",
     "softmax_weights",
     "draw_truncated",
+    "draw",
 )
 
 
@@ -38,6 +43,35 @@ def test_the_first_that_accepts_serves_and_every_other_one_has_a_reason():
     assert choice.function is len
     assert choice.refused == (("fastest", "no AMX here"), ("slow", "fast is preferred"), ("odd", "fp16 only"))
     assert str(choice) == "op: fast (not fastest: no AMX here; slow: fast is preferred; odd: fp16 only)"
+
+
+def test_a_backend_that_is_named_serves_and_no_other_is_asked():
+    def never(device, dtype):
+        pytest.fail("asked")
+
+    asked = [
+        Candidate("op", "quick", never, backend="a"),
+        Candidate("op", "odd", lambda *_: Refused("fp16 only"), backend="b"),
+        Candidate("op", "plain", lambda *_: Accepted(len), backend="b"),
+        Candidate("op", "spare", lambda *_: Accepted(max), backend="b"),
+        Candidate("op", "other", never),
+    ]
+    choice = choose_among(asked, "op", "cpu", torch.float32, backend="b")
+    assert choice.function is len and choice.better == (("quick", "--attention-backend b"), ("odd", "fp16 only"))
+    assert choice.refused[2:] == (("spare", "plain is preferred"), ("other", "--attention-backend b"))
+    with pytest.raises(NoImplementation) as caught:
+        choose_among(asked[:2], "op", "cpu", torch.float32, backend="b")
+    assert caught.value.refused == choice.better
+
+
+def test_some_serve_only_where_their_backend_is_named():
+    asked = [
+        Candidate("op", "strange", lambda *_: Accepted(max), backend="s", on_request=True),
+        Candidate("op", "usual", lambda *_: Accepted(len), backend="u"),
+    ]
+    choice = choose_among(asked, "op", "cpu", torch.float32)
+    assert choice.function is len and choice.refused == (("strange", "on request only (--attention-backend s)"),)
+    assert choose_among(asked, "op", "cpu", torch.float32, backend="s").function is max
 
 
 def test_nobody_accepts():

@@ -177,7 +177,8 @@ class _Recorder:
             self.complaints.append("attention to later tokens")
         if asked.others:
             self.complaints.append(f"attention with {', '.join(asked.others)}")
-        self.calls.append(LayerCall(asked.layer or 0, heads, kv_heads, head_dim, asked.window))
+        has_sinks = asked.sinks is not None
+        self.calls.append(LayerCall(asked.layer or 0, heads, kv_heads, head_dim, asked.window, has_sinks))
         return asked.q.new_empty(len(asked.q), heads * value_dim)
 
 

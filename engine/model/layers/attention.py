@@ -31,7 +31,8 @@ class Attention(nn.Module):
         q = q.unflatten(-1, (self.heads, -1))
         k, v = k.unflatten(-1, (self.kv_heads, -1)), v.unflatten(-1, (self.kv_heads, -1))
         if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rotary(q, k, batch.positions)
+            rotary.after_norms(q, k, self.q_norm, self.k_norm, batch.positions)
+        else:
+            rotary(q, k, batch.positions)
         out: torch.Tensor = self.o(attention.forward(self.layer, q, k, v, batch))
         return out

@@ -10,6 +10,7 @@ from engine.model.base import Loadable
 from kernels import ops
 from kernels.grouped_weight import GroupedWeight
 from kernels.int8_weight import Int8Weight
+from kernels.registry import AUTO
 
 
 class Linear(Loadable):
@@ -36,6 +37,8 @@ class Linear(Loadable):
         super().__init__()
         self.in_features, self.out_features = in_features, sum(shards.values())
         self.has_bias, self.dtype, self.gate = bias, dtype, gate
+        self.backend = AUTO
+        """Of `ops.pack_linear`; a weight in codes has one only. To be set before the last part comes."""
         self.device = torch.get_default_device()
         self._rows: dict[str, slice] = {}
         start = 0
@@ -109,7 +112,7 @@ class Linear(Loadable):
         bias = self._gathered.get("bias")
         if self._codes is not None:
             return ops.pack_coded_linear(self._codes, self.dtype, bias, self.gate)
-        return ops.pack_linear(self._gathered["weight"], bias, self.gate)
+        return ops.pack_linear(self._gathered["weight"], bias, self.gate, self.backend)
 
     @property
     def packed(self) -> ops.PackedLinear:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from configs.model_rope import RopeConfig
+from engine.model.layers.norm import RMSNorm
 from kernels import ops
 
 
@@ -33,6 +34,13 @@ class RotaryEmbedding(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> None:
         """Rotates q [T, heads, head_dim] and k [T, kv_heads, head_dim] in place; positions: int64 [T]."""
         ops.rotary(q, k, positions, self.cos, self.sin)
+
+    def after_norms(
+        self, q: torch.Tensor, k: torch.Tensor, q_norm: RMSNorm, k_norm: RMSNorm, positions: torch.Tensor
+    ) -> None:
+        """Norms each head, then rotates it, all in place."""
+        weights = q_norm.weight, k_norm.weight
+        ops.norm_rotary(q, k, *weights, q_norm.eps, positions, self.cos, self.sin)
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int, max_position: int, window: int) -> torch.Tensor:

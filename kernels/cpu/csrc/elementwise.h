@@ -7,7 +7,7 @@
 #include "numbers.h"
 #include "parallel.h"
 
-// x, out: [rows, heads, width], dense inside a row; residual the same with one head, or null.
+// x, out: [rows, heads, width], dense inside a row, and may be the same; residual the same with one head, or null.
 struct NormCall {
     const void *x;
     int64_t x_stride;
@@ -18,6 +18,7 @@ struct NormCall {
     float eps;
     int64_t rows, heads, width;
     void *out;
+    int64_t out_stride;
 };
 
 // q, k: [tokens, heads, dims], dense inside a token; the first 2 half dims turn.
@@ -144,7 +145,7 @@ struct Elementwise {
                     static_cast<const Number *>(call.x) + i * call.x_stride + head * width,
                     call.residual ? static_cast<Number *>(call.residual) + i * call.residual_stride : nullptr,
                     static_cast<const typename Weight::Number *>(call.weight), call.eps, width,
-                    static_cast<Number *>(call.out) + (i * call.heads + head) * width);
+                    static_cast<Number *>(call.out) + i * call.out_stride + head * width);
         };
         for_rows(call.rows, call.heads * width, row);
     }
