@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from configs.errors import SettingsError, StartupError
-from configs.kv import KVLayout, WindowPages
+from configs.graphs import decode_sizes
+from configs.kv import KVLayout, KVOrder, WindowPages
 from configs.kv_flags import PLAIN, kv_layers
 from configs.model import DType, SizedConfig, WeightFormat
 from configs.refresh import scratch_bytes
@@ -46,7 +47,8 @@ SCORES_BYTES = 4 * 2**26
 """Attention scores in fp32 and what is made of them at a time (`kernels.reference.attention.SCORES`)."""
 LIBRARY_BYTES = 2**28
 """Work space of a GPU's libraries, and what its allocator cannot use for being in pieces."""
-
+GRAPH_BYTES = 2**23
+"""What a GPU's driver keeps of one CUDA graph: some hundred kernels and their arguments. Reckoned, not measured."""
 
 PROCESS_BYTES, TOKEN_BYTES = 9 * 2**25, 2**11
 """What Octavo's two processes take on a CPU beside weights and pools, a small step's work among it: something, and for
@@ -78,12 +80,14 @@ class StepBytes:
     things in a layer are a few times that wide)."""
     context: int
     """One sequence's whole context, K and V, gathered and widened: 12 bytes a number."""
+    graphs: int
+    """What CUDA graphs keep: all that a step of the largest one takes, and themselves; 0 without them."""
     scores: int = SCORES_BYTES
     libraries: int = LIBRARY_BYTES
 
     @property
     def total(self) -> int:
-        return self.logits + self.activations + self.context + self.scores + self.libraries
+        return self.logits + self.activations + self.context + self.graphs + self.scores + self.libraries
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Costs:
         cannot have."""
         window = model.effective_window(settings.max_model_len)
         layers = kv_layers(settings, model, dtype)
-        layout = KVLayout.of(layers, settings.block_size, window)
+        layout = KVLayout.of(layers, settings.block_size, window, KVOrder.of(is_gpu))
         sizes = {"vocab_size": model.vocab_size, "num_parameters": model.num_parameters}
         step = step_bytes(settings, layout, window=window, **sizes)
         quantization = model.weight_format(settings.quantization, is_gpu)
@@ -239,12 +243,15 @@ def _sized(settings: Settings, costs: Costs, memory: Memory) -> PoolPlan:
 
 
 def step_bytes(settings: Settings, layout: KVLayout, *, window: int, vocab_size: int, num_parameters: int) -> StepBytes:
-    tokens = max(settings.max_num_batched_tokens, settings.max_num_seqs)
+    tokens, sizes = max(settings.max_num_batched_tokens, settings.max_num_seqs), decode_sizes(settings.max_num_seqs)
+    activation = 64 * math.isqrt(num_parameters // max(1, layout.num_layers))
     widest = max((layer.kv_heads * layer.head_dim for group in layout.groups for layer in group.spec.layers), default=0)
+    graphs = sizes[-1] * (vocab_size * 8 + activation) + len(sizes) * GRAPH_BYTES
     return StepBytes(
         logits=settings.max_num_seqs * vocab_size * 8,
-        activations=tokens * 64 * math.isqrt(num_parameters // max(1, layout.num_layers)),
+        activations=tokens * activation,
         context=2 * window * widest * 12,
+        graphs=0 if settings.enforce_eager else graphs,
     )
 
 

@@ -116,7 +116,7 @@ class Settings(BaseModel):
 
     # ---------------------------------------------------------------- KV cache
     block_size: BlockSize = setting(
-        16, "KV cache", "TOKENS", "Tokens in one KV page: a power of two from 4 to 128.", ge=4, le=128
+        16, "KV cache", "TOKENS", "Tokens in one KV page: a power of two from 4 to 256.", ge=4, le=256
     )
     gpu_memory_utilization: float | None = setting(
         None,
@@ -322,6 +322,29 @@ class Settings(BaseModel):
         "",
         "What computes. cuda: the first GPU that CUDA_VISIBLE_DEVICES leaves visible.",
         ("auto", "a GPU where there is one, else the CPU"),
+    )
+    attention_backend: Literal["auto", "triton", "flash-attn", "cpu", "reference"] = setting(
+        "auto",
+        "Machine",
+        "",
+        "Whose kernels compute attention. triton: a GPU's. flash-attn: that library where it is installed, on a GPU. "
+        "cpu: C++, on a CPU. reference: plain torch, slow.",
+        ("auto", "cpu on a CPU, triton on a GPU, reference where they cannot serve"),
+    )
+    enforce_eager: bool = setting(
+        False,
+        "Machine",
+        "",
+        "On a GPU, launch every step kernel by kernel: no CUDA graphs, which cost time at start and memory and make "
+        "generation faster.",
+    )
+    batch_invariant: bool = setting(
+        False,
+        "Machine",
+        "",
+        "On a GPU, compute linear layers by kernels that add in the same order whatever else is in a step, so that "
+        "other requests change no answer, not even in its last bits; it costs some speed. On a CPU they never do, and "
+        "the flag changes nothing.",
     )
     num_threads: int | None = setting(
         None,

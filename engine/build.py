@@ -4,29 +4,36 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from configs.graphs import decode_sizes
 from configs.kv import KVLayout
-from configs.kv_flags import PLAIN, describe, format_name, kv_layers, pair_name, plain_bytes_per_token
+from configs.kv_flags import PLAIN, describe, format_name, kv_layers, plain_bytes_per_token
 from configs.limits import SchedulerLimits
 from configs.model import SizedConfig
 from configs.pool import Costs, Memory, PoolPlan, size_pools, weights_in_words
 from configs.settings import Settings
+from engine.attention_backends import attention_in_words, check_backend, cost_of_pages, described
 from engine.cache_setup import prepare_cache
 from engine.core.kv.manager import KVManager
 from engine.core.loop import EngineCore
 from engine.core.scheduler import Scheduler
 from engine.device import Device
+from engine.invariance import check_invariance, linear_backend
 from engine.kv_scales import scales_of
 from engine.messages import CacheInfo, EngineLoading, EngineReady, Launch
+from engine.model.base import Architecture
 from engine.model.layers.linear import Linear
 from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
 from engine.runner import company
-from engine.runner.executor import SingleExecutor
+from engine.runner.ahead import AheadExecutor
+from engine.runner.executor import ModelExecutor, SingleExecutor
 from engine.runner.kv_store import KVTransforms, static_transforms
-from engine.runner.model_runner import ModelRunner
-from kernels.cpu.exactness import ON_A_GPU, inexact
-from kernels.cpu.exactness import report as report_exactness
-from kernels.registry import KVFormats, choose
+from engine.runner.link import CudaLink
+from engine.runner.model_runner import CacheUse, ModelRunner
+from kernels import flash, reference
+from kernels.exactness import ON_A_GPU, inexact
+from kernels.exactness import report as report_exactness
+from kernels.registry import AUTO, choose
 
 logger = logging.getLogger("octavo.engine")
 
@@ -38,16 +45,12 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     config = read_config(path, settings.trust_remote_code)
     device = Device.find(settings)
     device.prepare()
+    check_backend(settings, device, config)
+    check_invariance(settings, device, config)
     layout, plan = plan_pool(settings, config, device)
     for note in plan.notes:
         logger.warning(note)
-    limits = SchedulerLimits(
-        settings.max_num_seqs,
-        settings.max_num_batched_tokens,
-        plan.max_model_len,
-        policy=settings.scheduling_policy,
-        kv_refresh_interval=settings.kv_refresh_interval,
-    )
+    limits = _limits(settings, plan)
     static = _static_scales(settings, config, device)
     # The pools may hold less, but what a model computes must not depend on how much memory happened to be free.
     window = config.effective_window(settings.max_model_len)
@@ -62,6 +65,7 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
             lambda fraction: report(EngineLoading("loading weights", fraction)),
             device.place,
             config.weight_format(settings.quantization, device.is_gpu),
+            linear_backend(settings, device),
         )
     device.settle()
     report(EngineLoading("warming up", 1.0))
@@ -69,10 +73,10 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
         texts = launch.tried_token_ids, launch.fit_token_ids
         transforms, fidelity = prepare_cache(settings, config, model, device, texts, window, static)
     plain = None if limits.kv_refresh_interval is None else PLAIN[device.dtype_name]
-    runner = ModelRunner(model, config, layout, plan.num_pages, limits, device.place, plain, transforms)
-    executor = SingleExecutor(runner, launch.eos_token_ids)
+    use = CacheUse(transforms, plain, settings.attention_backend)
+    runner = ModelRunner(model, config, layout, plan.num_pages, limits, device.place, use)
     with device.enough_memory("a step"):
-        executor.warm_up(largest=device.is_gpu)
+        executor, graphs = _start(settings, runner, layout, device, launch.eos_token_ids)
     kv = KVManager(plan.num_blocks, settings.block_size, settings.enable_prefix_caching, windows=plan.windows)
     scheduler = Scheduler(limits, kv, launch.eos_token_ids)
     cache = _cache_info(settings, layout, plan, device)
@@ -80,15 +84,54 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
         cache.fitted_layers = sum(layer.fits_keys for group in layout.groups for layer in group.spec.layers)
     if fidelity is not None:
         cache.divergence, cache.agreement = fidelity.divergence, fidelity.agreement
-    core = EngineCore(scheduler, executor, NoGrammar(), cache)
-    summary = _summary(launch.name, settings, config, device, plan)
-    summary["prefix cache"] = "on" if settings.enable_prefix_caching else "off"
+    core = EngineCore(scheduler, executor, NoGrammar(), cache, pipeline_depth=2 if device.is_gpu else 1)
+    summary = _summary(launch.name, settings, config, device, plan) | graphs
     if fidelity is not None:
         summary["KV fidelity"] = str(fidelity)
     if runner.refresh is not None:
         summary["refresh"] = refresh_in_words(settings, runner.refresh.pool.nbytes)
-    summary["answers"] = _exactness(runner, device)
+    with device.enough_memory("a step"):
+        summary["answers"] = _exactness(executor, settings, device)
     return core, EngineReady(cache, summary, config.vocab_size)
+
+
+def _limits(settings: Settings, plan: PoolPlan) -> SchedulerLimits:
+    return SchedulerLimits(
+        settings.max_num_seqs,
+        settings.max_num_batched_tokens,
+        plan.max_model_len,
+        policy=settings.scheduling_policy,
+        kv_refresh_interval=settings.kv_refresh_interval,
+    )
+
+
+def _start(
+    settings: Settings, runner: ModelRunner, layout: KVLayout, device: Device, eos_token_ids: tuple[int, ...]
+) -> tuple[ModelExecutor, dict[str, str]]:
+    """The executor, warm; and what the start-up block says of CUDA graphs."""
+    if not device.is_gpu:
+        executor = SingleExecutor(runner, eos_token_ids)
+        executor.warm_up()
+        return executor, {}
+    ahead = AheadExecutor(runner, eos_token_ids, device.place, CudaLink(device.place))
+    ahead.warm_up(largest=True)
+    if reason := _no_graphs(settings, runner, layout, device):
+        return ahead, {"CUDA graphs": f"none ({reason})"}
+    ahead.capture(decode_sizes(settings.max_num_seqs))
+    return ahead, {"CUDA graphs": str(ahead.graphs)}
+
+
+def _no_graphs(settings: Settings, runner: ModelRunner, layout: KVLayout, device: Device) -> str | None:
+    """Why steps cannot be captured: something in them may wait for the GPU."""
+    if settings.enforce_eager:
+        return "--enforce-eager"
+    if not isinstance(runner.model, Architecture):
+        return "transformers' code computes, which may wait for the GPU"
+    for layer in (layer for group in layout.groups for layer in group.spec.layers):
+        for op, backend in (("store_kv", AUTO), ("paged_attention", settings.attention_backend)):
+            if choose(op, device.place.type, device.dtype, layer.formats, backend).name == reference.NAME:
+                return f"{reference.NAME} serves {op}, which waits for the GPU"
+    return None
 
 
 def _static_scales(settings: Settings, config: SizedConfig, device: Device) -> list[KVTransforms] | None:
@@ -124,17 +167,21 @@ def _summary(name: str, settings: Settings, config: SizedConfig, device: Device,
     """The start-up block's lines, in order."""
     costs = Costs.of(settings, config, device.dtype_name, device.is_gpu)
     layout = costs.layout
-    return {
+    lines = {
         "model": f"{name} ({config.title})",
         "dtype": device.dtype_name + (f" ({device.dtype_note})" if device.dtype_note else ""),
         "weights": weights_in_words(costs, device.dtype_name),
         "device": device.words,
-        "attention": attention_in_words(layout, device),
-        "linear": _kernel("pack_linear" if costs.quantization == "none" else "pack_coded_linear", device),
+        "attention": attention_in_words(layout, device, settings.attention_backend),
+        "linear": _linear(settings, costs, device),
         "KV format": describe(settings, layout, device.dtype_name),
         "KV pool": _pools(plan, layout),
         "fits": f"{plan.full_sequences:.1f} requests of the full {plan.max_model_len} tokens",
     }
+    if settings.attention_backend == flash.BACKEND and settings.block_size >= flash.PAGE:
+        lines["pages"] = cost_of_pages(layout)
+    lines["prefix cache"] = "on" if settings.enable_prefix_caching else "off"
+    return lines
 
 
 def refresh_in_words(settings: Settings, scratch_bytes: int) -> str:
@@ -157,37 +204,23 @@ def _pools(plan: PoolPlan, layout: KVLayout) -> str:
     return f"{' and '.join(parts)}, {plan.pool_bytes / 2**30:.2f} GiB ({plan.decided_by})"
 
 
-def attention_in_words(layout: KVLayout, device: Device) -> str:
-    """What serves attention, for each of the formats in which layers keep K and V."""
-    layers = [layer for group in layout.groups for layer in group.spec.layers]
-    served: dict[str, list[str]] = {}
-    for formats in dict.fromkeys(layer.formats for layer in layers):
-        served.setdefault(_kernel("paged_attention", device, formats), []).append(pair_name(*formats))
-    if len(served) == 1:
-        return next(iter(served))
-    return "; ".join(f"{', '.join(names)}: {words}" for words, names in served.items())
+def _linear(settings: Settings, costs: Costs, device: Device) -> str:
+    where = device.place.type, device.dtype
+    if costs.quantization != "none":
+        return described(choose("pack_coded_linear", *where))
+    return described(choose("pack_linear", *where, None, linear_backend(settings, device)))
 
 
-def _kernel(op: str, device: Device, formats: KVFormats | None = None) -> str:
-    """What serves an op, and why what would have been preferred does not. formats: of pages, where it works on them."""
-    choice = choose(op, device.place.type, device.dtype, formats)
-    better: dict[str, list[str]] = {}
-    for name, reason in choice.refused:
-        if not reason.endswith("is preferred"):
-            better.setdefault(reason, []).append(name)
-    refusals = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in better.items())
-    return f"{choice.name} (not {refusals})" if refusals else choice.name
-
-
-def _exactness(runner: ModelRunner, device: Device) -> str:
+def _exactness(executor: ModelExecutor, settings: Settings, device: Device) -> str:
     """Whether this machine gives a row the same bits alone and in company: asked, not assumed. Of the linear layers one
     by one, then of the whole model."""
-    if device.is_gpu:
+    if device.is_gpu and not settings.batch_invariant:
         return ON_A_GPU
-    layers = {name: module.packed for name, module in runner.model.named_modules() if isinstance(module, Linear)}
-    failures = inexact(layers, device.dtype)
-    if not failures and (reason := company.compare(runner)):
+    modules = executor.runner.model.named_modules()
+    layers = {name: module.packed for name, module in modules if isinstance(module, Linear)}
+    failures = inexact(layers, device.dtype, device.place)
+    if not failures and (reason := company.compare(executor)):
         failures = {"the model": reason}
     if failures:
-        logger.warning("Answers %s.", report_exactness(failures))
-    return report_exactness(failures)
+        logger.warning("Answers %s.", report_exactness(failures, device.place))
+    return report_exactness(failures, device.place)

@@ -4,7 +4,7 @@
                                       ├─> Device.find ─> pool, weights, batches, the start-up block, the doctor
     torch, the system, the container ─┘
 
-On a GPU logits come to the CPU to be sampled, so threads matter there too.
+On a GPU logits of some rows come to the CPU to be sampled, so threads matter there too.
 """
 
 import ctypes
@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from configs.model import DType
@@ -114,8 +113,7 @@ class Device:
             cure = "use --device cpu" if found.torch_could else "install a torch that has it, or use --device cpu"
             raise StartupError(f"--device cuda is not possible here: {found.reason}. To go on, {cure}.")
         name = f"CPU (no GPU: {found.reason})" if found.torch_could else "CPU"
-        total = int(psutil.virtual_memory().total)
-        return cls(torch.device("cpu"), name, total, available_memory(), cpu_dtype(settings), "", threads)
+        return cls(torch.device("cpu"), name, total_memory(), available_memory(), cpu_dtype(settings), "", threads)
 
     @property
     def is_gpu(self) -> bool:
@@ -206,8 +204,18 @@ def _version(gpu: GPU) -> str:
 
 
 # ------------------------------------------------------------------ the CPU and its container
+# psutil is imported where a CPU is asked about: a GPU whose --num-threads are given does without.
+def total_memory() -> int:
+    """Bytes of the whole machine."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
 def available_memory() -> int:
     """Bytes this process may still take: what the system has, or what its container allows if that is less."""
+    import psutil
+
     available = int(psutil.virtual_memory().available)
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
@@ -220,6 +228,8 @@ def available_memory() -> int:
 def usable_cores() -> int:
     """Cores this process may use: physical ones, since two threads of one core share its arithmetic units, and no more
     than its container's quota pays for."""
+    import psutil
+
     usable = len(psutil.Process().cpu_affinity() or [0])
     usable = min(usable, psutil.cpu_count(logical=False) or usable)
     try:

@@ -20,9 +20,11 @@ from configs.pool import Costs, weights_in_words
 from configs.refresh import scratch_bytes
 from configs.settings import Settings
 from configs.version import VERSION
-from engine.build import attention_in_words, plan_pool, refresh_in_words
+from engine.attention_backends import attention_in_words, backend_verdicts, check_backend, described
+from engine.build import plan_pool, refresh_in_words
 from engine.device import CGROUP, Device, NoGPU, available_memory, look_for_gpu, usable_cores
 from engine.errors import StartupError
+from engine.invariance import check_invariance, linear_backend
 from engine.kv_scales import KVScales, scales_of
 from engine.model.registry import read_config
 from engine.served_model import ServedModel
@@ -30,9 +32,9 @@ from engine.source import find
 from kernels import ops
 from kernels.cpu import library
 from kernels.cpu.build import BuildError, compiler_version, find_compiler
-from kernels.cpu.exactness import probe
 from kernels.cpu.library import ISA_TITLES
-from kernels.registry import PROVIDERS, NoImplementation, choose
+from kernels.exactness import probe
+from kernels.registry import AUTO, INVARIANT, PROVIDERS, NoImplementation, choose
 
 OF_LOGITS = ("softmax_weights", "draw_truncated")
 """Ops of logits, which are fp32 whatever the model computes in."""
@@ -75,9 +77,10 @@ def diagnose(settings: Settings) -> Diagnosis:
     found.add("machine", lambda: machine(device))
     found.add("versions", versions)
     found.add("kernels", lambda: kernels(device, found.problems))
+    found.add("attention", lambda: backend_verdicts(device))
     found.add("model and KV cache", lambda: model(settings, device))
     found.add("Hugging Face Hub", hub)
-    found.add("self-test", lambda: self_test(device, found.problems))
+    found.add("self-test", lambda: self_test(device, found.problems, backend=linear_backend(settings, device)))
     return found
 
 
@@ -171,8 +174,7 @@ def kernels(device: Device, problems: list[str]) -> dict[str, str]:
         except NoImplementation as error:
             rows[op] = f"none: {error}"
             continue
-        refused = [f"{other}: {reason}" for other, reason in choice.refused if "is preferred" not in reason]
-        rows[op] = choice.name + (f" (not {'; '.join(refused)})" if refused else "")
+        rows[op] = described(choice)
     return rows
 
 
@@ -185,12 +187,16 @@ def model(settings: Settings, device: Device) -> dict[str, str]:
     """The KV cache that would be chosen now. Raises `StartupError` for a model that is here and cannot be served."""
     source = find(settings)
     if source is None:
+        check_backend(settings, device)
+        check_invariance(settings, device)
         if settings.kv_cache_scales is not None:
             KVScales.load(Path(settings.kv_cache_scales))
         name = "the default model" if settings.model is None else settings.model
         return {"model": f"{name} is not on this machine yet; octavo serve fetches it"}
     config = read_config(source.path, settings.trust_remote_code)
     ServedModel.load(source, settings)
+    check_backend(settings, device, config)
+    check_invariance(settings, device, config)
     layout, plan = plan_pool(settings, config, device)
     scales_of(settings, config, device.dtype_name)
     refresh = {}
@@ -206,7 +212,7 @@ def model(settings: Settings, device: Device) -> dict[str, str]:
         f"{_gib(plan.pool_bytes)}",
         "KV format": describe(settings, layout, device.dtype_name),
         **refresh,
-        "attention": attention_in_words(layout, device),
+        "attention": attention_in_words(layout, device, settings.attention_backend),
         "decided by": plan.decided_by,
         "longest sequence": f"{plan.max_model_len} tokens",
         **({"note": " ".join(plan.notes)} if plan.notes else {}),
@@ -231,8 +237,11 @@ def hub() -> dict[str, str]:
 
 
 # ------------------------------------------------------------------ self-test
-def self_test(device: Device, problems: list[str], seconds: float = SELF_TEST_SECONDS) -> dict[str, str]:
-    """Linear layers of real shapes: right, and on the CPU a row's bits the same alone and in company."""
+def self_test(
+    device: Device, problems: list[str], seconds: float = SELF_TEST_SECONDS, backend: str = AUTO
+) -> dict[str, str]:
+    """Linear layers of real shapes: right, and on the CPU a row's bits the same alone and in company; on a GPU if
+    `backend` (of `ops.pack_linear`) says so."""
     started, rows, skipped = time.monotonic(), {}, 0
     inexact = []
     for dtype in dict.fromkeys([device.dtype, torch.float32]):
@@ -241,33 +250,34 @@ def self_test(device: Device, problems: list[str], seconds: float = SELF_TEST_SE
                 skipped += 1
                 continue
             name = f"linear {inputs} to {outputs}, {_name(dtype)}"
-            words, is_right = _try_linear(outputs, inputs, dtype, device)
+            words, is_right = _try_linear(outputs, inputs, dtype, device, backend)
             rows[name] = words
             if not is_right:
                 inexact.append(f"{name}: {words}")
     if inexact:
+        causes = "other requests" if device.is_gpu else "other requests or by --num-threads"
         problems.append(
-            "Answers may be changed a little by other requests or by --num-threads, since rounding on this machine "
-            f"depends on a row's company ({'; '.join(inexact)})."
+            f"Answers may be changed a little by {causes}, since rounding on this machine depends on a row's company "
+            f"({'; '.join(inexact)})."
         )
     rows["took"] = f"{time.monotonic() - started:.1f} s" + (f"; {skipped} shapes were left out" if skipped else "")
     return rows
 
 
-def _try_linear(outputs: int, inputs: int, dtype: torch.dtype, device: Device) -> tuple[str, bool]:
+def _try_linear(outputs: int, inputs: int, dtype: torch.dtype, device: Device, backend: str) -> tuple[str, bool]:
     """(what came out in words, whether that is as it should be)"""
     generator = torch.Generator().manual_seed(outputs)
     weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
-    packed = ops.pack_linear(weight.to(device.place))
+    packed = ops.pack_linear(weight.to(device.place), backend=backend)
     x = torch.randn(8, inputs, generator=generator).to(dtype)
     expected = x.double() @ weight.double().T
     found = ops.linear(x.to(device.place), packed).cpu()
     error = float((found.double() - expected).abs().max() / expected.abs().max())
     if not error <= ELEMENTWISE_TOLERANCE[dtype]:
         return f"WRONG: off by {error:.2g} of the largest result", False
-    if device.is_gpu:
-        return "right (whether it is exact in any company is not checked on a GPU)", True
-    reason = probe(packed, dtype)
+    if device.is_gpu and backend == AUTO:
+        return f"right (in any company it is exact on a GPU with --{INVARIANT} only)", True
+    reason = probe(packed, dtype, device.place)
     return ("exact" if reason is None else f"not exact: {reason}"), reason is None
 
 

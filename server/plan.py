@@ -212,6 +212,7 @@ def _step(plan: Plan) -> dict[str, str]:
         "logits": write_size(step.logits),
         "activations": write_size(step.activations),
         "one context": f"{write_size(step.context)}, gathered",
+        **({"CUDA graphs": write_size(step.graphs)} if step.graphs else {}),
         "other": f"{write_size(step.scores)} of scores, {write_size(step.libraries)} for libraries",
         "in all": f"{write_size(step.total)} at most, set aside on a GPU",
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from configs.kv import KVLayout, LayerKV, WindowPages
+from configs.kv import KVLayout, KVOrder, LayerKV, WindowPages
 from configs.kv_flags import PLAIN, kv_layers
 from configs.limits import SchedulerLimits
 from configs.model import DType, Quantization, SizedConfig
@@ -26,10 +26,12 @@ from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.model.registry import load_model, read_config
 from engine.ports import NoGrammar
-from engine.runner.executor import SingleExecutor
+from engine.runner.ahead import AheadExecutor
+from engine.runner.executor import ModelExecutor, SingleExecutor
 from engine.runner.key_fit import KeyFit
 from engine.runner.kv_store import KVTransforms, static_transforms
-from engine.runner.model_runner import ModelRunner
+from engine.runner.link import CudaLink, Link
+from engine.runner.model_runner import CacheUse, ModelRunner
 from engine.sampling_params import SamplingParams
 from kernels.threads import num_threads, set_threads
 
@@ -118,9 +120,11 @@ class Engine:
         chunk: int = 512,
         prefix_caching: bool = True,
         num_extents: int | None = None,
+        link: Link | None = None,
     ) -> None:
-        """`num_extents`: pages of each windowed group, as many as `num_blocks` if not given."""
-        layout = KVLayout.of(loaded.kv_layers, block_size)
+        """`num_extents`: pages of each windowed group, as many as `num_blocks` if not given; `link`: to a device that
+        the host runs ahead of; a GPU has its own."""
+        layout = KVLayout.of(loaded.kv_layers, block_size, order=KVOrder.of(loaded.device.type != "cpu"))
         counts = [num_blocks, *[num_extents or num_blocks] * (len(layout.groups) - 1)]
         pages = [
             WindowPages.plan(group.window, count, block_size, chunk)
@@ -132,11 +136,16 @@ class Engine:
         limits = SchedulerLimits(max_num_seqs, chunk, window, kv_refresh_interval=loaded.refresh_interval)
         plain = None if loaded.refresh_interval is None else PLAIN[DTYPES[loaded.dtype]]
         model, device = loaded.model, loaded.device
-        runner = ModelRunner(model, loaded.config, layout, counts, limits, device, plain, loaded.transforms)
-        self.executor = SingleExecutor(runner, ())
+        use = CacheUse(loaded.transforms, plain)
+        runner = ModelRunner(model, loaded.config, layout, counts, limits, device, use)
+        if link is None and device.type != "cpu":
+            link = CudaLink(device)
+        self.executor: ModelExecutor = SingleExecutor(runner, ())
+        if link is not None:
+            self.executor = AheadExecutor(runner, (), device, link)
         scheduler = Scheduler(limits, kv)
         info = CacheInfo(num_blocks, block_size, layout.block_bytes, layout.bytes_per_token, "", window, prefix_caching)
-        self.core = EngineCore(scheduler, self.executor, NoGrammar(), info)
+        self.core = EngineCore(scheduler, self.executor, NoGrammar(), info, 1 if link is None else 2)
         self._count = 0
 
     def add(

@@ -1,21 +1,24 @@
 """Does a sequence's answer have the same bits alone and in company? Tried with the whole model, on this machine."""
 
+from collections.abc import Sequence
+
 import torch
 
 from engine.messages import NewRow, StepPlan
-from engine.runner.model_runner import ModelRunner
+from engine.runner.executor import ModelExecutor
 from engine.sampling_params import SamplingParams
 
 LENGTHS = (21, 1, 13, 34)
 """Prompts of the company; the first is the one that is asked about."""
 
 
-def compare(runner: ModelRunner) -> str | None:
+def compare(executor: ModelExecutor) -> str | None:
     """None if the first logits of a prompt have the same bits computed alone, token by token, as all at once with
     others in the step; else what they depend on, in words.
 
     Call it before any request: it uses the first slots and blocks, and leaves both as they were.
     """
+    runner = executor.runner
     limits, block_size = runner.limits, runner.rows.block_size
     lengths: list[int] = []
     blocks = [0]
@@ -41,8 +44,8 @@ def compare(runner: ModelRunner) -> str | None:
         )
         for slot, length in enumerate(lengths)
     ]
-    alone = _first_logits(runner, rows[:1], step=1)
-    together = _first_logits(runner, rows[1:] + rows[:1], step=limits.max_num_batched_tokens)
+    alone = _first_logits(executor, rows[:1], step=1)
+    together = _first_logits(executor, rows[1:] + rows[:1], step=limits.max_num_batched_tokens)
     for pool in runner.pools:
         pool[: blocks[-1]] = 0
     if torch.equal(alone[-1], together[-1]):
@@ -50,30 +53,36 @@ def compare(runner: ModelRunner) -> str | None:
     return "other bits in steps of one token than beside others"
 
 
-def _first_logits(runner: ModelRunner, rows: list[NewRow], step: int) -> torch.Tensor:
-    """[rows, vocab]: of prompts computed in the same steps, of at most `step` tokens each. The slots are free again
-    afterwards."""
+def _first_logits(executor: ModelExecutor, rows: list[NewRow], step: int) -> torch.Tensor:
+    """[rows, vocab]: of prompts that end in the same step, computed in steps of at most `step` tokens each. The slots
+    are free again afterwards."""
     slots, left = [row.slot for row in rows], [len(row.token_ids) for row in rows]
     logits = torch.empty(0)
     new_rows = rows
     while any(left):
         tokens = [min(step, count) for count in left]
         left = [count - now for count, now in zip(left, tokens, strict=True)]
-        plan = StepPlan(
-            step=-1,
-            slots=slots,
-            num_tokens=tokens,
-            samples=[True] * len(slots),
-            new_rows=new_rows,
-            new_blocks=[],
-            copies=[],
-            transfers=[],
-            freed_slots=[],
-        )
-        runner.apply(plan)
-        hidden = runner.forward(plan)
-        assert hidden is not None
-        logits, new_rows = runner.logits(hidden).clone(), []
-    for slot in slots:
-        runner.rows.release(slot)
+        handle = executor.forward(_plan(slots, tokens, not any(left), new_rows))
+        if not any(left):
+            logits = executor.logits_of(handle).clone()
+        executor.sample(handle, None)
+        new_rows = []
+    executor.forward(_plan([], [], False, [], slots))
+    executor.shutdown()
     return logits
+
+
+def _plan(
+    slots: list[int], tokens: list[int], samples: bool, new_rows: list[NewRow], freed: Sequence[int] = ()
+) -> StepPlan:
+    return StepPlan(
+        step=-1,
+        slots=slots,
+        num_tokens=tokens,
+        samples=[samples] * len(slots),
+        new_rows=new_rows,
+        new_blocks=[],
+        copies=[],
+        transfers=[],
+        freed_slots=list(freed),
+    )

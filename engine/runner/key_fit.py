@@ -13,8 +13,8 @@ A rounded key costs what its error adds to scores, q . error. So for each layer 
               U' U, U upper triangular, dim j > i gets error x U[i, j] / U[i, i] subtracted. (GPTQ, Frantar et al. 2023;
               LDLQ in QuIP, Chee et al. 2023: for weights.)
 
-K is looked at as it is stored, after the rotation by position. Where the plain torch kernel stores keys (on a GPU, or
-without a compiler) there is no feedback: dim by dim is too many operations there.
+K is looked at as it is stored, after the rotation by position. Where the plain torch kernel stores keys (without a C++
+compiler, or on a GPU without Triton) there is no feedback: dim by dim is too many operations there.
 """
 
 from collections.abc import Sequence

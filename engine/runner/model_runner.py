@@ -5,6 +5,8 @@ What does not belong here: choosing tokens (`sampling/`), what to run (`engine/c
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -16,17 +18,36 @@ from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend
 from engine.runner.attention.paged import PagedAttention
 from engine.runner.kv_store import CommittedAhead, KVTransforms, PagedStore, allocate_pool
-from engine.runner.prepare import BatchBuilder, link_to
+from engine.runner.prepare import BatchBuilder
 from engine.runner.recorded import RecordedModel
 from engine.runner.refresh import RefreshAttention
 from engine.runner.request_rows import RequestRows
 from kernels import ops
+from kernels.registry import AUTO
 
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class CacheUse:
+    """How K and V are kept and read."""
+
+    transforms: Sequence[KVTransforms] | None = None
+    """Of `PagedStore`."""
+    plain: KVFormat | None = None
+    """The format of the model's own numbers, in which sequences are refreshed; None: none ever is."""
+    backend: str = AUTO
+    """Of `ops.paged_attention`."""
+
+
+UNCHANGED = CacheUse()
+
+
 class ModelRunner:
-    """One model on one device. `apply` and `forward` are called in turn, once a step, by one thread."""
+    """One model on one device. `apply` and `forward` are called in turn, once a step, by one thread.
+
+    `forward` is the CPU's way. A device that the host runs ahead of is told what to do by `ahead.AheadExecutor`.
+    """
 
     def __init__(
         self,
@@ -36,12 +57,10 @@ class ModelRunner:
         num_pages: Sequence[int],
         limits: SchedulerLimits,
         device: torch.device = CPU,
-        plain: KVFormat | None = None,
-        transforms: Sequence[KVTransforms] | None = None,
+        use: CacheUse = UNCHANGED,
     ) -> None:
         """model: an `engine.model.base.CausalLM`, or what has its `hidden` and `logits`; num_pages: of each group;
-        device: where the model's weights are; plain: the format of the model's own numbers, in which sequences are
-        refreshed, None: none ever is; transforms: of `PagedStore`.
+        device: where the model's weights are.
 
         `StartupError` if the pools do not fit.
         """
@@ -53,16 +72,27 @@ class ModelRunner:
         """uint8 [pages, block_bytes] of each KV group"""
         self._committed = [CommittedAhead(pool) for pool in self.pools if device == CPU]
         self.rows = RequestRows(limits.max_num_seqs, limits.max_model_len, layout.block_size, len(self.pools))
-        self.attention = PagedAttention(PagedStore(self.pools, layout, transforms), layout)
+        self.attention = PagedAttention(PagedStore(self.pools, layout, use.transforms), layout, use.backend)
         self.refresh: RefreshAttention | None = None
         """For the rows of `plan.refreshed_slots`."""
-        if plain is not None:
-            self.refresh = RefreshAttention(self.attention, layout, plain, limits.max_model_len, device)
-        self._builder = BatchBuilder(self.rows, limits.max_num_batched_tokens, device, link_to(device))
-        self._recorded = RecordedModel(model, self._builder.largest())
+        if use.plain is not None:
+            self.refresh = RefreshAttention(self.attention, layout, use.plain, limits.max_model_len, device)
+
+    @cached_property
+    def _builder(self) -> BatchBuilder:
+        return BatchBuilder(self.rows, self.limits.max_num_batched_tokens)
+
+    @cached_property
+    def _recorded(self) -> RecordedModel:
+        return RecordedModel(self.model, self._builder.largest())
 
     def apply(self, plan: StepPlan) -> None:
         """Freed slots, new rows, new blocks, copies: in this order. Without tiers there are no transfers."""
+        self.enter(plan)
+        self.copy_blocks(plan)
+
+    def enter(self, plan: StepPlan) -> None:
+        """What the plan does to the rows."""
         assert not plan.transfers, plan.transfers
         for slot in plan.freed_slots:
             self.rows.release(slot)
@@ -72,6 +102,10 @@ class ModelRunner:
         for slot, block_ids in plan.new_blocks:
             self.rows.append_blocks(slot, block_ids)
             self._reach(block_ids)
+
+    @torch.inference_mode()
+    def copy_blocks(self, plan: StepPlan) -> None:
+        """What the plan does to the pools before anything of its step is written."""
         for number, pool in enumerate(self.pools if plan.copies else ()):
             pairs = [(source, destination) for group, source, destination in plan.copies if group == number]
             if pairs and pool.shape[1]:

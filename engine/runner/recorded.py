@@ -50,8 +50,6 @@ class RecordedModel:
 
     def _record(self, attention: AttentionBackend) -> Recorded | None:
         largest = self._largest
-        if not largest.input_ids.is_cpu:
-            return None
         try:
             program, hidden = record(lambda: self.model.hidden(largest, attention), self._arena, _sizes(largest))
         except NotRecordable as reason:

@@ -49,4 +49,4 @@ class RefreshAttention:
         self.paged.store.write(layer.index, k, v, batch)
         ops.store_kv(k, v, pages, batch.positions)
         where = pages, self._table, batch.query_start, batch.seq_lens
-        return ops.paged_attention(q, *where, layer.scale, window, layer.softcap, layer.sinks)
+        return ops.paged_attention(q, *where, layer.scale, window, layer.softcap, layer.sinks, self.paged.backend)

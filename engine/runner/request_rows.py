@@ -5,13 +5,17 @@
     drawn tokens ─┘                            └──> sampling reads lengths and tails
 
 Drawn tokens are appended here first, so the next step's input ids come from these rows whether or not the scheduler
-has seen the result yet: that is what makes a late `StepResult` harmless.
+has seen the result yet: that is what makes a late `StepResult` harmless. Where the host runs ahead of a device that
+draws, a token has its place here from the launch of its step on (`expect_tokens`) and comes later (`fill_tokens`).
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.messages import NewRow
+
+IN_FLIGHT = -1
+"""A token that the device has yet to draw, or that has not arrived."""
 
 Slots = npt.NDArray[np.int64]
 
@@ -67,3 +71,14 @@ class RequestRows:
         """One drawn token for each of `slots` (no slot twice)."""
         self.token_ids[slots, self.lengths[slots]] = token_ids
         self.lengths[slots] += 1
+
+    def expect_tokens(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """A token will come for each of `slots` (no slot twice). Returns their places in the sequences."""
+        places = self.lengths[slots]
+        self.append_tokens(slots, np.full(len(slots), IN_FLIGHT))
+        return places
+
+    def fill_tokens(self, slots: Slots, places: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
+        """Those that came; -1, where there was none to draw, is read as 0."""
+        assert (self.token_ids[slots, places] == IN_FLIGHT).all(), "a slot changed hands with a token in flight"
+        self.token_ids[slots, places] = np.maximum(token_ids, 0)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from configs.kv import KVLayout, LayerKV
+from configs.kv import KVLayout, KVOrder, LayerKV
 from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.runner.attention.paged import PagedAttention
@@ -26,7 +26,7 @@ class Solo:
     ) -> None:
         """transforms: of `PagedStore`."""
         self.model, self.device = model, device
-        self.layout = KVLayout.of(tuple(layers), BLOCK_SIZE)
+        self.layout = KVLayout.of(tuple(layers), BLOCK_SIZE, order=KVOrder.of(device.type != "cpu"))
         self.num_pages = -(-num_tokens // BLOCK_SIZE)
         pools = [allocate_pool(self.num_pages, group.spec.block_bytes, device) for group in self.layout.groups]
         self.attention: AttentionBackend = PagedAttention(PagedStore(pools, self.layout, transforms), self.layout)

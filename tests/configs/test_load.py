@@ -59,6 +59,9 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "log_level": ("WARNING", "warning"),
     "log_format": ("json", "json"),
     "device": ("cpu", "cpu"),
+    "attention_backend": ("flash-attn", "flash-attn"),
+    "enforce_eager": ("true", True),
+    "batch_invariant": ("true", True),
     "num_threads": ("3", 3),
     "watchdog_timeout": ("60", 60.0),
 }

@@ -273,7 +273,7 @@ def more_memory(name: str, words: str, models: dict[str, Any], **given: Any) -> 
 def test_a_share_that_is_raised(models) -> None:
     """Above the default too, up to 0.95; without the memory for the load it is no advice."""
     more_memory("Llama-3.1-8B", "--gpu-memory-utilization 0.27", models, gpu=100, gpu_memory_utilization=0.2)
-    more_memory("Llama-3.1-8B", "--gpu-memory-utilization 0.94", models, gpu=28.2)
+    more_memory("Llama-3.1-8B", "--gpu-memory-utilization 0.94", models, gpu=28.4)
     assert plan(models["Llama-3.1-8B"], gpu=29.5).in_pages.fits
     for flags in ({"gpu": 27}, {"gpu": 26.6, "gpu_memory_utilization": 0.96}):
         found = plan(models["Llama-3.1-8B"], **flags)
@@ -379,10 +379,10 @@ def test_fewer_heads_must_be_split_evenly_too(models) -> None:
 
 
 def test_gpus_that_hold_the_load(models) -> None:
-    found = plan(models["Llama-3.1-70B"], gpu=80, max_num_seqs=128)
+    found = plan(models["Llama-3.1-70B"], gpu=82, max_num_seqs=128)
     assert found.ranks_needed == 2 and found.ranks_for_load == 4
-    assert option(plan(models["Llama-3.1-70B"], gpu=80, max_num_seqs=128, ranks=4), "paging").fits
-    assert not option(plan(models["Llama-3.1-70B"], gpu=80, max_num_seqs=128, ranks=2), "paging").fits
+    assert option(plan(models["Llama-3.1-70B"], gpu=82, max_num_seqs=128, ranks=4), "paging").fits
+    assert not option(plan(models["Llama-3.1-70B"], gpu=82, max_num_seqs=128, ranks=2), "paging").fits
     assert plan(models["SmolLM2-135M"], gpu=0.9).ranks_needed == 3, "2 do not divide 9 query heads"
 
 

@@ -6,7 +6,17 @@ from hypothesis import strategies as st
 
 from configs.errors import SettingsError
 from configs.kv import KVFormat, KVLayout, LayerKV
-from configs.pool import AUTO_BYTES, GPU_SHARE, MAX_GPU_PAGES, MAX_PAGES, STEP, PoolPlan, resolve_num_blocks, step_bytes
+from configs.pool import (
+    AUTO_BYTES,
+    GPU_SHARE,
+    GRAPH_BYTES,
+    MAX_GPU_PAGES,
+    MAX_PAGES,
+    STEP,
+    PoolPlan,
+    resolve_num_blocks,
+    step_bytes,
+)
 from configs.settings import Settings
 
 GIB = 1024**3
@@ -175,7 +185,7 @@ def test_tiny_pages_do_not_fill_main_memory_with_books() -> None:
 
 def test_a_step_takes_more_with_each_thing_that_is_larger() -> None:
     def step(layout: KVLayout = SMOLLM2, window=8192, vocab_size=49152, num_parameters=134_515_008, **given) -> int:
-        given = {"max_num_seqs": 64, "max_num_batched_tokens": 512, **given}
+        given = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "enforce_eager": True, **given}
         sizes = {"window": window, "vocab_size": vocab_size, "num_parameters": num_parameters}
         return step_bytes(Settings(**given), layout, **sizes).total
 
@@ -187,3 +197,5 @@ def test_a_step_takes_more_with_each_thing_that_is_larger() -> None:
     wide = KVLayout.of((LayerKV(8, 128, KVFormat.BF16),) * 30, 16)
     assert step(layout=wide) - plain == 2 * 8192 * (1024 - 192) * 12
     assert 2**29 < plain < 2**30
+    graphs = step(enforce_eager=False) - plain
+    assert graphs == 64 * (49152 * 8 + 64 * 2117) + 11 * GRAPH_BYTES, "the largest step, and each of eleven"

@@ -175,6 +175,8 @@ def test_none_is_no_value_where_one_is_needed():
         ({"queue_timeout": 0}, ["--queue-timeout", "0"]),
         ({"block_size": 24}, ["--block-size", "24", "power of two"]),
         ({"block_size": 2}, ["--block-size", "2", "4"]),
+        ({"block_size": 512}, ["--block-size", "512", "256"]),
+        ({"attention_backend": "flashinfer"}, ["--attention-backend", "flashinfer", "'flash-attn'"]),
         ({"enable_prefix_caching": "perhaps"}, ["--enable-prefix-caching", "perhaps"]),
         ({"model": ""}, ["--model", "empty"]),
         ({"model": 7}, ["--model", "7", "string"]),

@@ -1,20 +1,29 @@
 """What the joining of parts says and reckons: exactness, and pools on the CPU and on a GPU."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import static_kernels
 import tiny_models
 import torch
 from engines import Engine, Loaded, Unsteady
+from late_device import LateDevice
 
+from configs.kv import KVLayout
 from configs.settings import Settings
 from engine import build
+from engine.attention_backends import described
 from engine.device import GPU, Device, NoGPU
 from engine.errors import StartupError
 from engine.messages import AddRequest, Launch
 from engine.model.registry import read_config
-from engine.runner.model_runner import ModelRunner
+from engine.runner.ahead import AheadExecutor
+from engine.runner.executor import ModelExecutor, SingleExecutor
 from engine.sampling_params import SamplingParams
+from kernels import reference
+from kernels.registry import choose
 
 GIB = 2**30
 GPU_OF_8_GIB = GPU("a GPU", (8, 6), 8 * GIB, 8 * GIB, has_bfloat16=True)
@@ -25,35 +34,63 @@ def device_of(found: GPU | NoGPU, **given: object) -> Device:
 
 
 CPU = device_of(NoGPU("", False))
+FLAG = Settings(batch_invariant=True, dtype="float32", device="cpu", num_gpu_blocks_override=64).model_dump(mode="json")
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> ModelRunner:
-    return Engine(Loaded.load(tiny_models.build(tmp_path), torch.float32, 128)).executor.runner
+def executor(tmp_path: Path) -> ModelExecutor:
+    return Engine(Loaded.load(tiny_models.build(tmp_path), torch.float32, 128)).executor
 
 
-def test_a_model_that_company_changes_is_warned_of(runner: ModelRunner, caplog) -> None:
-    runner.model = Unsteady(runner.model)
-    said = build._exactness(runner, CPU)
+def test_a_model_that_company_changes_is_warned_of(executor: ModelExecutor, caplog) -> None:
+    executor.runner.model = Unsteady(executor.runner.model)
+    said = build._exactness(executor, Settings(), CPU)
     assert "may be changed a little by other requests" in said and "(the model: other bits in steps of" in said
     assert said in caplog.text
 
 
 def test_a_machine_whose_linears_are_not_exact_is_warned_of(
-    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog
+    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    assert build._exactness(runner, CPU).startswith("not changed by other requests") and not caplog.text
-    monkeypatch.setattr(build, "inexact", lambda layers, dtype: {"model.layers.0.o": "other bits with one thread"})
-    said = build._exactness(runner, CPU)
+    for settings in (Settings(), Settings(batch_invariant=True)):
+        said = build._exactness(executor, settings, CPU)
+        assert said.startswith("not changed by other requests") and not caplog.text
+    monkeypatch.setattr(build, "inexact", lambda layers, *where: {"model.layers.0.o": "other bits with one thread"})
+    said = build._exactness(executor, Settings(), CPU)
     assert said.startswith("may be changed a little") and "model.layers.0.o: other bits with one thread" in said
     [record] = caplog.records
     assert record.levelname == "WARNING" and record.name == "octavo.engine" and said in record.getMessage()
 
 
-def test_a_gpu_is_not_said_to_be_exact(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "inexact", lambda layers, dtype: pytest.fail("nothing is multiplied to find out"))
-    said = build._exactness(runner, device_of(GPU_OF_8_GIB))
-    assert said == "may be changed a little by other requests, since rounding differs (not checked on a GPU)"
+def test_a_gpu_is_said_to_be_exact_only_where_that_was_asked_for_and_looked_at(
+    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    gpu, asked = device_of(GPU_OF_8_GIB), []
+
+    def inexact(layers, dtype, place):
+        asked.append((len(layers), dtype, place))
+        return {}
+
+    monkeypatch.setattr(build, "inexact", inexact)
+    said = build._exactness(executor, Settings(), gpu)
+    assert said.startswith("may be changed a little by other requests, since") and "(--batch-invariant prev" in said
+    assert not asked, "nothing is multiplied to find out"
+    said = build._exactness(executor, Settings(batch_invariant=True), gpu)
+    assert said == "not changed by other requests in the least, bit for bit (checked on this machine)"
+    assert asked == [(9, torch.float32, gpu.place)] and not caplog.text
+    executor.runner.model = Unsteady(executor.runner.model)
+    said = build._exactness(executor, Settings(batch_invariant=True), gpu)
+    assert said.startswith("may be changed a little by other requests, since") and "(the model: other bits" in said
+    assert said in caplog.text
+
+
+def test_on_a_cpu_the_flag_changes_nothing(tmp_path: Path) -> None:
+    """Linear layers are the usual ones."""
+    launch = Launch(str(tiny_models.build(tmp_path)), "tiny", FLAG, ())
+    core, ready = build.build_core(launch, lambda loading: None)
+    core.shutdown()
+    assert ready.summary["linear"] == described(choose("pack_linear", "cpu", torch.float32))
+    assert ready.summary["answers"].startswith("not changed by other requests in the least")
 
 
 def test_the_start_up_block_names_the_device_and_its_kernels(tmp_path: Path) -> None:
@@ -69,18 +106,6 @@ def test_the_start_up_block_names_the_device_and_its_kernels(tmp_path: Path) -> 
     assert "runs on the CPU, not on cuda" in lines["attention"]
     noted = Device(torch.device("cuda", 0), "old", GIB, GIB, "float16", "no bfloat16", 1)
     assert build._summary("tiny", settings, config, noted, plan)["dtype"] == "float16 (no bfloat16)"
-
-
-def test_attention_is_named_for_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of layers with a window, which are skipped, and of the others."""
-    folder = tiny_models.build(tmp_path, tiny_models.VARIANTS["gemma3"])
-    config = read_config(folder, trust_remote_code=False)
-    layout, _ = build.plan_pool(Settings(kv_cache_dtype="int4", kv_cache_dtype_v="int8"), config, CPU)
-    monkeypatch.setattr(build, "_kernel", lambda op, device, formats: f"{op} of {formats[0].value}")
-    said = build.attention_in_words(layout, CPU)
-    assert said == "int4/int8: paged_attention of int4; fp32: paged_attention of fp32"
-    monkeypatch.setattr(build, "_kernel", lambda op, device, formats: "one for all")
-    assert build.attention_in_words(layout, CPU) == "one for all"
 
 
 def test_a_gpus_pool_leaves_room_for_a_step(tmp_path: Path) -> None:
@@ -143,3 +168,35 @@ def test_what_a_model_computes_does_not_depend_on_how_much_memory_was_free(tmp_p
     assert (long, short) == (512, 5 * 16)
     for one, other in zip(whole, limited, strict=True):
         assert torch.equal(one.channels, other.channels) and torch.equal(one.centre, other.centre)
+
+
+def test_a_gpus_host_runs_ahead_and_its_decode_steps_are_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU that is said to be a GPU, behind a link that is late."""
+    loaded = Loaded.load(tiny_models.build(tmp_path), torch.float32, 128)
+    layout = KVLayout.of(loaded.kv_layers, 16)
+    monkeypatch.setattr(build, "CudaLink", lambda place: LateDevice())
+    said_to_be_one = SimpleNamespace(place=torch.device("cpu"), is_gpu=True, dtype=torch.float32)
+
+    def start(**given: object) -> tuple[object, str]:
+        settings = Settings(max_num_seqs=12, **given)
+        runner = Engine(loaded, max_num_seqs=12).executor.runner
+        executor, said = build._start(settings, runner, layout, said_to_be_one, ())
+        return executor, said["CUDA graphs"]
+
+    with static_kernels.served():
+        executor, said = start()
+        assert isinstance(executor, AheadExecutor) and said.startswith("5 sizes up to 12 sequences, captured in ")
+        executor, said = start(enforce_eager=True)
+        assert isinstance(executor, AheadExecutor) and said == "none (--enforce-eager)"
+        waits = SimpleNamespace(name=reference.NAME)
+        monkeypatch.setattr(build, "choose", lambda op, *where: waits)
+        assert start()[1] == "none (torch reference serves store_kv, which waits for the GPU)"
+        loaded = replace(loaded, model=Unsteady(loaded.model))
+        assert start()[1] == "none (transformers' code computes, which may wait for the GPU)"
+
+
+def test_a_cpu_has_neither(executor: ModelExecutor) -> None:
+    started, said = build._start(Settings(), executor.runner, KVLayout.of((), 16), CPU, ())
+    assert isinstance(started, SingleExecutor) and said == {}

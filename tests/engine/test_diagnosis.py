@@ -129,6 +129,14 @@ def test_a_model_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         model(Settings(model="/nowhere/x.gguf"), CPU)
 
 
+@pytest.mark.parametrize("name", [None, "some/model"])
+def test_a_backend_that_would_not_serve(name: str | None, tiny: Path) -> None:
+    """Of a model that is here, and of one that is not."""
+    flags = {"model": name or str(tiny), "attention_backend": "flash-attn"}
+    with pytest.raises(StartupError, match=r"^--attention-backend flash-attn cannot serve here: "):
+        model(Settings(**flags), CPU)
+
+
 def test_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -150,7 +158,7 @@ def test_the_self_test_tells_of_inexact_and_of_wrong_linears(monkeypatch: pytest
     monkeypatch.setattr(diagnosis, "SHAPES", ((96, 64),))
     problems: list[str] = []
     with monkeypatch.context() as inexact:
-        inexact.setattr(diagnosis, "probe", lambda packed, dtype: "other bits for 1 of 40 rows computed alone")
+        inexact.setattr(diagnosis, "probe", lambda packed, *where: "other bits for 1 of 40 rows computed alone")
         self_test(CPU, problems)
     [said] = problems
     assert "linear 64 to 96, float32: not exact: other bits for 1 of 40 rows computed alone" in said
@@ -175,5 +183,5 @@ def test_what_is_wrong_hides_nothing_else(tmp_path: Path, monkeypatch: pytest.Mo
     found = diagnose(Settings(model="/nowhere/x.gguf", num_threads=1))
     assert "--model: /nowhere/x.gguf: there is no such file" in found.problems[1]
     assert found.problems[0] == "versions: ZeroDivisionError: integer division or modulo by zero. Please report this."
-    assert list(found.sections) == ["machine", "kernels", "Hugging Face Hub", "self-test"]
+    assert list(found.sections) == ["machine", "kernels", "attention", "Hugging Face Hub", "self-test"]
     assert isinstance(found, Diagnosis)

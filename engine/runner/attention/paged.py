@@ -5,7 +5,8 @@ import torch
 from configs.kv import KVLayout
 from engine.model.interface import AttentionLayer, ForwardBatch
 from engine.runner.kv_store import PagedStore
-from kernels import ops
+from kernels import flash, ops
+from kernels.registry import AUTO
 
 
 class PagedAttention:
@@ -13,8 +14,9 @@ class PagedAttention:
 
     name = "paged"
 
-    def __init__(self, store: PagedStore, layout: KVLayout) -> None:
-        self.store = store
+    def __init__(self, store: PagedStore, layout: KVLayout, backend: str = AUTO) -> None:
+        """backend: of `ops.paged_attention`."""
+        self.store, self.backend = store, backend
         self._windows = tuple(layout.groups[group].window for group in store.groups)
 
     def forward(
@@ -25,4 +27,8 @@ class PagedAttention:
         store.write(layer.index, k, v, batch)
         tables = batch.block_tables[store.groups[layer.index]]
         where = store.pages[layer.index], tables, batch.query_start, batch.seq_lens
-        return ops.paged_attention(q, *where, layer.scale, window, layer.softcap, layer.sinks)
+        own = None
+        if self.backend == flash.BACKEND and batch.lengths is not None:  # its pages hold k and v as they are
+            own = ops.OwnRows(k, v, batch.lengths)
+        how = layer.scale, window, layer.softcap, layer.sinks
+        return ops.paged_attention(q, *where, *how, self.backend, own)

@@ -79,6 +79,8 @@ class SamplingColumns:
         self._eos_token_ids = eos_token_ids
         self._secret = os.urandom(16)
         self.plain = np.ones(max_num_seqs, np.bool_)
+        self.on_device = np.ones(max_num_seqs, np.bool_)
+        """Asks for nothing but what `kernels.ops.draw` does."""
         self.greedy = np.ones(max_num_seqs, np.bool_)
         self.temperature = np.ones(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int64)
@@ -106,11 +108,12 @@ class SamplingColumns:
         self.seed[slot], self.index[slot] = self._seed(row), row.index
         self.num_logprobs[slot] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
         self.num_prompt_logprobs[slot] = min(params.prompt_logprobs or 0, self.vocab_size)
-        self.plain[slot] = self.greedy[slot] and extras is None and params.logprobs is None
+        self.on_device[slot] = extras is None and params.logprobs is None
+        self.plain[slot] = self.greedy[slot] and self.on_device[slot]
 
     def release(self, slot: int) -> None:
         self.extras.pop(slot, None)
-        self.plain[slot] = self.greedy[slot] = True
+        self.plain[slot] = self.on_device[slot] = self.greedy[slot] = True
         self.num_logprobs[slot] = -1
 
     def record(self, slots: list[int], token_ids: list[int]) -> None:

@@ -4,8 +4,9 @@ same bits alone, in company and in any order.
     logits ─> fp32 ─> processors ─> maximum to 0 ─> / temperature ─> exp, group sums ─> top-k, top-p, min-p ─> draw
        └─> log-probabilities of the raw logits, for rows that ask        (greedy rows: argmax after the processors)
 
-All of it on the CPU, whatever computes the model: logits come in one copy a step. What is exact here, sums in a fixed
-order, draws in float64 and sorts without ties left to chance, would need kernels of its own elsewhere.
+All of it on the CPU, whatever computes the model: logits come in one copy. What is exact here, sums in a fixed order,
+draws in float64 and sorts without ties left to chance, would need kernels of its own elsewhere. A device draws by
+`kernels.ops.draw`, and leaves to this what that does not do (`runner.ahead`).
 """
 
 import logging

@@ -2,23 +2,25 @@
 engines with the batches' copy, the kernels and the attention that serve a GPU."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import static_kernels
 import tiny_models
 import torch
 from engines import CPU, Engine, Loaded
+from late_device import LateDevice
 from tiny_models import FAMILIES, VARIANTS
 
 from configs.model import Quantization
 from configs.supported import read_model
 from engine.messages import NewRow, StepPlan
 from engine.model.registry import load_model
-from engine.runner.prepare import BatchBuilder
+from engine.runner.device_inputs import DeviceInputs
 from engine.runner.request_rows import RequestRows
+from engine.runner.sampling.parameters import SamplingColumns
 from engine.runner.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from kernels import ops, reference
@@ -27,21 +29,6 @@ from kernels.reference import attention
 META = torch.device("meta")
 PROMPTS = [[(7 * i * i + 3 * i + 1) % 256 for i in range(length)] for length in (61, 3, 30, 17)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-
-
-class CopyLink:
-    """Copies at once, and counts."""
-
-    def __init__(self) -> None:
-        self.num_copies = 0
-
-    def buffer(self, words: int) -> torch.Tensor:
-        return torch.zeros(words, dtype=torch.int64)
-
-    def send(self, source: torch.Tensor, destination: torch.Tensor) -> Callable[[], None]:
-        self.num_copies += 1
-        destination.copy_(source)
-        return lambda: None
 
 
 class AttentionThere:
@@ -63,12 +50,15 @@ def test_a_model_is_wholly_on_its_device(name: str, quantization: Quantization, 
     model = load_model(folder, config, torch.bfloat16, 64, lambda fraction: None, META, quantization)
     assert {buffer.device for buffer in model.buffers()} == {META}
     assert torch.get_default_device() == CPU, "no trace of it is left in the process"
-    rows, link = RequestRows(2, 64, 16), CopyLink()
-    rows.admit(NewRow(1, "a", list(range(9)), 9, SamplingParams(), 0, [[5]], 0), config.vocab_size)
-    empty = {"new_rows": [], "new_blocks": [], "copies": [], "transfers": [], "freed_slots": []}
+    rows, device = RequestRows(2, 64, 16), LateDevice()
+    inputs = DeviceInputs(rows, SamplingColumns(2, config.vocab_size, ()), config.vocab_size, 64, META, device)
+    row = NewRow(1, "a", list(range(9)), 9, SamplingParams(), 0, [[5]], 0)
+    rows.admit(row, config.vocab_size)
+    empty = {"new_rows": [row], "new_blocks": [], "copies": [], "transfers": [], "freed_slots": []}
     plan = StepPlan(step=0, slots=[1], num_tokens=[9], samples=[True], **empty)
-    batch = BatchBuilder(rows, 64, META, link).build(plan)
-    assert link.num_copies == 1
+    batch = inputs.batch(inputs.stage(plan))
+    device.catch_up()
+    assert device.num_sends == 1
     with torch.inference_mode():
         logits = model.logits(model.hidden(batch, AttentionThere()))
     assert logits.device == META and logits.shape == (1, config.vocab_size) and logits.dtype is torch.float32
@@ -98,19 +88,19 @@ def test_what_serves_a_gpu_gives_the_same_tokens(
     folder = tiny_models.build(tmp_path, VARIANTS[name])
     on_cpu = replace(Loaded.load(folder, torch.float32, 128), kv={"kv_cache_dtype": format})
     expected = Engine(on_cpu, chunk=64).run(PROMPTS, GREEDY)
-    monkeypatch.setattr(ops, "_serve", lambda op, tensor, formats=None: getattr(reference, op))
+    monkeypatch.setattr(ops, "_serve", lambda op, *where: getattr(reference, op))
+    monkeypatch.setattr(ops, "draw", static_kernels.draw, raising=False)
     monkeypatch.setattr(attention, "attend_alone", attention.attend_together)
     loaded = replace(on_cpu)
     fits, fits_on_cpu = ([vars(k) for k, _ in each.transforms] for each in (loaded, on_cpu))
     torch.testing.assert_close(fits, fits_on_cpu, atol=1e-5, rtol=1e-5)
     assert any(fit["feedback"] is not None for fit in fits) == (format != "auto")
-    engine, link = Engine(loaded, chunk=64), CopyLink()
-    runner = engine.executor.runner
-    runner._builder = BatchBuilder(runner.rows, 64, CPU, link)
+    device = LateDevice(1)
+    engine = Engine(loaded, chunk=64, link=device)
     engine.executor.warm_up(largest=True)
     assert [result.token_ids for result in engine.run(PROMPTS, GREEDY)] == [one.token_ids for one in expected]
-    assert link.num_copies > 8
-    assert Engine(loaded, chunk=7).run(PROMPTS[:1], GREEDY)[0].token_ids == expected[0].token_ids
+    assert device.num_sends > 8
+    assert Engine(loaded, chunk=7, link=LateDevice(2)).run(PROMPTS[:1], GREEDY)[0].token_ids == expected[0].token_ids
 
 
 @pytest.mark.parametrize(("sequences", "tokens", "num_blocks"), [(6, 100, 64), (6, 100, 5), (1, 40, 64)])

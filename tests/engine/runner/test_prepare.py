@@ -6,13 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import NewRow, StepPlan
-from engine.runner.prepare import BatchBuilder, link_to
+from engine.runner.prepare import BatchBuilder
 from engine.runner.request_rows import RequestRows
-from engine.runner.staging import Link
 from engine.sampling_params import SamplingParams
 
 NUM_SLOTS, WINDOW, VOCAB = 8, 96, 1000
-CPU = torch.device("cpu")
 
 
 def plan_of(slots, num_tokens, samples) -> StepPlan:
@@ -88,8 +86,8 @@ def check(batch, rows: RequestRows, sequences, plan: StepPlan) -> None:
             assert table[:used] == blocks[group][:used]
 
 
-def builder_of(rows: RequestRows, link: Link | None = None) -> BatchBuilder:
-    return BatchBuilder(rows, NUM_SLOTS * WINDOW, CPU, link)
+def builder_of(rows: RequestRows) -> BatchBuilder:
+    return BatchBuilder(rows, NUM_SLOTS * WINDOW)
 
 
 @settings(max_examples=200, deadline=None)
@@ -112,50 +110,7 @@ def test_buffers_hold_nothing_of_earlier_steps(data):
     check(builder.build(plan), rows, sequences, plan)
 
 
-class LateLink:
-    """A device that starts each copy as late as it may: when somebody waits for it, or in the end."""
-
-    def __init__(self) -> None:
-        self.told = []
-        self.num_copies = 0
-
-    def buffer(self, words):
-        return torch.zeros(words, dtype=torch.int64)
-
-    def send(self, source, destination):
-        self.num_copies += 1
-        self.told.append(lambda: destination.copy_(source))
-        number = len(self.told)
-        return lambda: self.catch_up(number)
-
-    def catch_up(self, number):
-        """Does what it was told, in order, up to the copy of that number."""
-        for place, act in enumerate(self.told[:number]):
-            act()
-            self.told[place] = lambda: None
-
-
-@settings(max_examples=40, deadline=None)
-@given(worlds(), st.integers(3, 6))
-def test_each_step_reads_its_own_arrays_however_late_the_device_is(world, num_steps):
-    """Steps of one slot each, in turn: what one of them needs is wrong for the next."""
-    rows, sequences, plan = world
-    link = LateLink()
-    builder = builder_of(rows, link)
-    read = []
-    for step in range(num_steps):
-        place = step % len(plan.slots)
-        one = plan_of([plan.slots[place]], [plan.num_tokens[place]], [plan.samples[place]])
-        batch = builder.build(one)
-        link.told.append(lambda batch=batch, one=one: (check(batch, rows, sequences, one), read.append(one)))
-    assert link.num_copies == num_steps
-    assert len(read) == num_steps - 3, "nobody waits for the copies of the last two steps"
-    link.catch_up(len(link.told))
-    assert len(read) == num_steps
-
-
 def test_on_the_cpu_nothing_is_copied():
-    assert link_to(CPU) is None
     rows = RequestRows(2, 16, 2)
     rows.admit(NewRow(0, "a", [4, 5, 6], 3, SamplingParams(), 0, [[7, 3]], 0), VOCAB)
     builder = builder_of(rows)
@@ -177,7 +132,7 @@ def test_the_largest_step_fits():
         rows.admit(NewRow(slot, f"r{slot}", list(range(33)), 33, SamplingParams(), 0, blocks, 0), VOCAB)
     plan = plan_of([0, 1, 2], [33] * 3, [True] * 3)
     plan.scored_slots = [0, 1, 2]
-    batch = BatchBuilder(rows, 99, CPU, None).build(plan)
+    batch = BatchBuilder(rows, 99).build(plan)
     assert batch.block_tables[2].tolist() == [list(range(17))] * 3 and batch.logit_rows.shape == (3 + 3 * 32,)
     assert batch.input_ids.tolist() == list(range(33)) * 3
 

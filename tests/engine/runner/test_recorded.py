@@ -15,7 +15,7 @@ from configs.limits import SchedulerLimits
 from engine.messages import NewRow, StepPlan
 from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend, ForwardBatch
-from engine.runner.model_runner import ModelRunner
+from engine.runner.model_runner import CacheUse, ModelRunner
 from engine.sampling_params import SamplingParams
 from kernels.cpu import library
 
@@ -52,7 +52,8 @@ class World:
         layout = KVLayout.of(loaded.kv_layers, 16)
         pages = [sequences * BLOCKS] * len(layout.groups)
         limits = SchedulerLimits(sequences, 1024, WINDOW)
-        self.runner = ModelRunner(self.model, loaded.config, layout, pages, limits, transforms=loaded.transforms)
+        use = CacheUse(loaded.transforms)
+        self.runner = ModelRunner(self.model, loaded.config, layout, pages, limits, use=use)
         rng = random.Random(sequences)
         for slot in range(sequences):
             length = rng.randrange(1, 40)
