@@ -60,11 +60,15 @@ FLOORS: dict[str, set[str]] = {
     "engine/served_model.py": {"engine.text", "engine.source", *VALUES, "configs"},
     "engine/device.py": {"engine.errors", "configs", "kernels"},
     "engine/cache_setup.py": {"engine.device", "engine.model", "engine.runner", *VALUES, "configs"},
+    "engine/attention_backends.py": {"engine.device", "engine.errors", "configs", "kernels"},
+    "engine/invariance.py": {"engine.device", "engine.errors", "configs", "kernels"},
     "engine/kv_scales.py": {"configs"},
     "engine/build.py": {
+        "engine.attention_backends",
         "engine.cache_setup",
         "engine.core",
         "engine.device",
+        "engine.invariance",
         "engine.kv_scales",
         "engine.model",
         "engine.runner",
@@ -73,8 +77,10 @@ FLOORS: dict[str, set[str]] = {
         "kernels",
     },
     "engine/diagnosis.py": {
+        "engine.attention_backends",
         "engine.build",
         "engine.device",
+        "engine.invariance",
         "engine.kv_scales",
         "engine.model",
         "engine.served_model",
@@ -107,7 +113,16 @@ THIRD_PARTY_FORBIDDEN: dict[str, set[str]] = {
     },
     **{
         f"engine/{name}.py": {"transformers", "fastapi"}
-        for name in ("build", "cache_setup", "calibration", "device", "diagnosis", "llm", "process")
+        for name in (
+            "attention_backends",
+            "build",
+            "cache_setup",
+            "calibration",
+            "device",
+            "diagnosis",
+            "llm",
+            "process",
+        )
     },
     "engine/core": {"torch", "numpy", "transformers", "fastapi", "zmq"},
     "engine/text": {"torch", "fastapi", "zmq"},

@@ -13,7 +13,7 @@ from engines import Engine, Loaded
 from paged import make_paged
 from tiny_models import FALLBACKS, FAMILIES, VARIANTS
 
-from configs.kv import KVFormat, KVLayout
+from configs.kv import KVFormat, KVLayout, KVOrder
 from configs.pool import step_bytes
 from configs.settings import Settings
 from engine import LLM, SamplingParams
@@ -22,6 +22,7 @@ from kernels import ops, reference
 from kernels.int8_weight import Int8Weight
 from kernels.reference.attention import attend_alone, attend_together
 from kernels.reference.pages import Past
+from kernels.triton import offers
 
 pytestmark = [pytest.mark.gpu]
 WINDOW = 256
@@ -128,7 +129,7 @@ def test_attention_is_the_row_by_row_oracle(gpu: Device, window: int | None) -> 
 def test_codes_and_scales_have_the_cpus_bits(gpu: Device, format: KVFormat, static: bool) -> None:
     if static and not format.may_be_static:
         pytest.skip("has no scales")
-    here = make_paged([70], dtype=torch.bfloat16, formats=(format, format), static=static)
+    here = make_paged([70], dtype=torch.bfloat16, formats=(format, format), static=static, order=KVOrder.ROWS)
     sizes, slots = torch.logspace(-6, 6, 70)[:, None, None].bfloat16(), torch.arange(70)
     there = here.pool.to(gpu.place)
     transforms = [
@@ -158,27 +159,43 @@ def test_int8_weights(gpu: Device) -> None:
     x, weight = torch.randn(64, 1024), torch.randn(128, 1024) / 32
     made = Int8Weight.empty(128, 1024, gpu.place)
     made.fill(slice(0, 128), weight)
-    found = ops.linear(x.to(gpu.place), ops.pack_linear_int8(made, torch.float32)).cpu()
+    found = ops.linear(x.to(gpu.place), ops.pack_coded_linear(made, torch.float32)).cpu()
     expected = x.double() @ (made.codes.cpu().double() * made.scales.cpu().double().unsqueeze(1)).T
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_building_a_batch_waits_for_nothing(gpu: Device, tmp_path: Path) -> None:
-    """torch raises where the host would wait for the device."""
-    engine = engine_on(gpu.place, tiny_models.build(tmp_path), torch.float32)
-    runner = engine.executor.runner
-    engine.executor.warm_up()
-    build = runner._builder.build
+def test_launching_a_step_waits_for_nothing(gpu: Device, tmp_path: Path) -> None:
+    """torch raises where the host would wait for the device. (The reference's attention does.)"""
+    engine = engine_on(gpu.place, tiny_models.build(tmp_path), gpu.dtype)
+    if ops.choose("paged_attention", "cuda", gpu.dtype).name == reference.NAME:
+        pytest.skip("plain torch serves attention")
+    executor = engine.executor
+    executor.warm_up(largest=True)
+    executor.capture([1, 4, 8])
+    forward = executor.forward
 
     def unwaiting(plan: object) -> object:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return build(plan)
+            return forward(plan)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    runner._builder.build = unwaiting
-    assert len(engine.run(PROMPTS, GREEDY)) == len(PROMPTS)
+    executor.forward = unwaiting
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=16, ignore_eos=True)
+    assert len(engine.run(PROMPTS, params)) == len(PROMPTS)
+
+
+def test_captured_steps_are_the_launched_ones(gpu: Device, tmp_path: Path) -> None:
+    folder = tiny_models.build(tmp_path)
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8, 0.0, 1.2, 0.0)]
+    plain, captured = (engine_on(gpu.place, folder, gpu.dtype) for _ in range(2))
+    if ops.choose("paged_attention", "cuda", gpu.dtype).name == reference.NAME:
+        pytest.skip("plain torch serves attention")
+    captured.executor.warm_up(largest=True)
+    captured.executor.capture([1, 2, 4, 5])
+    expected = [one.token_ids for one in plain.run(PROMPTS, params)]
+    assert [one.token_ids for one in captured.run(PROMPTS, params)] == expected
 
 
 def test_the_largest_step_takes_no_more_than_was_reckoned(gpu: Device, tmp_path: Path) -> None:
@@ -197,7 +214,8 @@ def test_the_whole_product_finds_the_gpu_by_itself(gpu: Device, tmp_path: Path) 
     folder = tiny_models.build(tmp_path)
     common = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_num_seqs": 8}
     llm, on_cpu = LLM(str(folder), **common), LLM(str(folder), device="cpu", **common)
-    assert gpu.name in llm.info.summary["device"] and llm.info.summary["attention"].startswith(reference.NAME)
+    serves = offers.NAME if offers.refusal() is None else reference.NAME
+    assert gpu.name in llm.info.summary["device"] and llm.info.summary["attention"].startswith(serves)
     assert "not checked on a GPU" in llm.info.summary["answers"]
     for ours, theirs in zip(llm.generate(PROMPTS, GREEDY), on_cpu.generate(PROMPTS, GREEDY), strict=True):
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids

@@ -1,6 +1,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from flash_library import FlashLibrary, on_a_gpu
 
 from kernels.threads import num_threads, set_threads
 
@@ -11,3 +12,10 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = num_threads()
     yield set_threads
     set_threads(before)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashLibrary]:
+    """As `on_a_gpu`."""
+    with on_a_gpu(monkeypatch) as library:
+        yield library

@@ -60,6 +60,19 @@ def test_rms_norm_of_heads_is_that_of_each():
         torch.testing.assert_close(out[:, head], reference.rms_norm(heads[:, head], weight, 1e-6))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norm_rotary_is_the_norms_then_rotary(dtype):
+    """In place, in views of one buffer, each head with its part's weight."""
+    fused, angles, positions = torch.randn(3, 40).to(dtype), torch.rand(10, 2), torch.tensor([4, 9, 0])
+    before, (q_weight, k_weight) = fused.clone(), torch.randn(2, 6).to(dtype)
+    q, k = fused[:, :12].view(3, 2, 6), fused[:, 20:26].view(3, 1, 6)
+    expected = reference.rms_norm(q, q_weight, 1e-3), reference.rms_norm(k, k_weight, 1e-3)
+    reference.rotary(*expected, positions, angles.cos(), angles.sin())
+    reference.norm_rotary(q, k, q_weight, k_weight, 1e-3, positions, angles.cos(), angles.sin())
+    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
+    assert torch.equal(fused[:, 12:20], before[:, 12:20]) and torch.equal(fused[:, 26:], before[:, 26:])
+
+
 def test_rotary_of_the_first_dims_leaves_the_others():
     angles = torch.rand(10, 3)
     positions = torch.tensor([4, 9])
@@ -86,6 +99,13 @@ def test_gate_mul_and_linear():
 
 def test_ops_assert_their_contracts():
     x, weight = torch.ones(2, 8), torch.ones(8)
+
+    def normed_and_turned(positions, *weights):
+        ops.norm_rotary(
+            x.clone()[:, None], x.clone()[:, None], *weights, 1e-5, positions, torch.ones(1, 4), torch.zeros(1, 4)
+        )
+
+    normed_and_turned(torch.zeros(2).long(), weight, weight)
     for broken in (
         lambda: ops.rms_norm(x, weight[:4], 1e-5),
         lambda: ops.rms_norm(x, weight.double(), 1e-5),
@@ -97,6 +117,10 @@ def test_ops_assert_their_contracts():
         lambda: ops.pack_linear(x, weight),
         lambda: ops.linear(x[:, :4], ops.pack_linear(x)),
         lambda: ops.rotary(x[:, None], x[:, None], torch.zeros(2), x[:, :4], x[:, :4]),
+        lambda: normed_and_turned(torch.zeros(2), weight, weight),
+        lambda: normed_and_turned(torch.zeros(2).long(), weight[:4], weight[:4]),
+        lambda: normed_and_turned(torch.zeros(2).long(), weight, weight.bfloat16()),
+        lambda: normed_and_turned(torch.zeros(2).long(), weight.bfloat16(), weight.bfloat16()),
     ):
         with pytest.raises(AssertionError):
             broken()

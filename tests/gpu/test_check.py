@@ -1,0 +1,249 @@
+"""The check script itself, on a CPU: it runs with few packages, a broken kernel is seen and hides no other, and what
+hangs or crashes is stopped and told.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from gpu import check
+from gpu.bench import Bench, check_error, equal, poisoned
+from gpu.check import Place, Process, Section, run_apart
+from gpu.checks import dispatch
+from gpu.checks.offline import covered
+from gpu.findings import Findings
+
+from kernels.triton import offers
+
+ROOT = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def environment(folder: Path, *allowed: str) -> dict[str, str]:
+    """Of a Python that refuses packages from its start on."""
+    start = f"from gpu.few_packages import refuse_others\nrefuse_others({allowed})\n"
+    (folder / "sitecustomize.py").write_text(start)
+    path = os.pathsep.join(map(str, (folder, ROOT, ROOT / "tests")))
+    return os.environ | {"PYTHONPATH": path, "OUT": str(folder / "out"), "PYTHON": sys.executable}
+
+
+# ------------------------------------------------------------------ the script as it is called
+@needs_triton
+def test_every_section_runs_interpreted_with_few_packages(tmp_path: Path) -> None:
+    """psutil is let through: a CPU is asked how much memory it has, a GPU is not."""
+    command = ["bash", str(ROOT / "tests/gpu/check.sh"), "--interpret"]
+    done = subprocess.run(command, env=environment(tmp_path, "psutil"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mean nothing" in done.stdout and "MISSED" not in done.stdout
+    sections = json.loads((tmp_path / "out" / "check.json").read_text())["sections"]
+    assert list(sections) == [section.name for section in check.SECTIONS]
+    for name, section in sections.items():
+        assert section["lines"] and section["wrong"] == 0, name
+    kinds = {name: {line["ok"] for line in section["lines"]} for name, section in sections.items()}
+    assert {name for name, kind in kinds.items() if True in kind} == {
+        "attention", "store", "elementwise", "linear", "blocks", "sampling", "offline"
+    }  # fmt: skip
+
+
+@needs_triton
+def test_nothing_else_is_imported(tmp_path: Path) -> None:
+    """By what a GPU needs: neither psutil nor gguf nor anything of a server."""
+    code = "import sys, importlib\n"
+    code += f"for name in {[section.path for section in check.SECTIONS]}: importlib.import_module(name)\n"
+    code += "import engine.runner.ahead, engine.model.archs.llama\n"
+    code += "for name in ('psutil', 'gguf', 'fastapi', 'prometheus_client', 'hypothesis'):\n"
+    code += "    assert importlib.util.find_spec(name) is None and name not in sys.modules, name\n"
+    subprocess.run([sys.executable, "-c", code], env=environment(tmp_path), check=True, cwd=tmp_path)
+
+
+@needs_triton
+def test_a_broken_kernel_is_seen_and_hides_no_other(tmp_path: Path) -> None:
+    code = "import sys\n"
+    code += "from gpu import check\nfrom kernels.triton import elementwise, blocks\n"
+    code += "right, turn = elementwise.rms_norm, elementwise.rotary\n"
+    code += "def fail(*arguments): raise RuntimeError('no such kernel')\n"
+    code += "elementwise.rms_norm = lambda x, *rest: right(x, *rest) * 1.1\n"
+    code += "elementwise.rotary = fail\n"
+    code += "sys.exit(check.main(['--interpret', '--out', 'out', 'elementwise', 'blocks']))"
+    variables = environment(tmp_path) | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    sections = json.loads((tmp_path / "out" / "check.json").read_text())["sections"]
+    wrong = [line["what"] for line in sections["elementwise"]["lines"] if line["ok"] is False]
+    assert [words.split()[0] for words in wrong] == ["rms_norm", "rms_norm", "rotary"]
+    assert "WRONG  rotary" in done.stdout and "no such kernel" in done.stdout
+    right = [line["what"].split()[0] for line in sections["elementwise"]["lines"] if line["ok"]]
+    assert {"add_rms_norm", "gate_mul", "gather_rows"} <= set(right)
+    assert sections["blocks"]["wrong"] == 0
+
+
+# ------------------------------------------------------------------ sections as processes
+SECTION = """
+import os, signal, subprocess, sys, time
+
+def run(bench):
+    bench.findings.verdict(f"share {bench.share} of {bench.shares}", True)
+    bench.findings.figure("speed", "3 TB/s", rate=3.0)
+"""
+ENDS = {
+    "well": "",
+    "wrong": "    bench.findings.verdict('bits', False)",
+    "raises": "    raise ValueError('no such thing')",
+    "exits": "    print('torn apart', file=sys.stderr); os._exit(3)",
+    "dies": "    os.kill(os.getpid(), signal.SIGSEGV)",
+    "hangs": """
+    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
+    (bench.scratch / 'unfinished').write_text(str(child.pid))
+    (bench.scratch / 'unfinished').rename(bench.scratch / 'child')
+    time.sleep(600)""",
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    for name, end in ENDS.items():
+        (tmp_path / f"{name}.py").write_text(SECTION + end)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests"))))
+    for name in ("out", "scratch"):
+        (tmp_path / name).mkdir()
+    return Place(tmp_path / "out", tmp_path / "scratch")
+
+
+def section(name: str, limit: float = 100.0, shares: int = 0) -> Section:
+    return Section(name, f"It {name}", limit, name, shares)
+
+
+def test_what_becomes_of_sections(place: Place) -> None:
+    """Each keeps what it had found."""
+    some = [section("well", shares=2), *map(section, ("raises", "exits", "dies"))]
+    outcomes = run_apart(some, place, 500.0)
+    assert [outcome.section.name for outcome in outcomes] == [each.name for each in some]
+    assert [outcome.wrong for outcome in outcomes] == [0, 1, 1, 1]
+    shares = [line.what for line in outcomes[0].findings.lines if line.ok]
+    assert shares == ["share 0 of 2", "share 1 of 2"]
+    last = [outcome.findings.lines[-1].text for outcome in outcomes]
+    assert last[1] == "ValueError: no such thing"
+    assert last[2] == "it ended with status 3: torn apart" and "SIGSEGV" in last[3]
+    for outcome in outcomes:
+        assert outcome.findings.lines[0].ok and outcome.findings.lines[1].numbers == {"rate": 3.0}
+    shown = "\n".join(check.table(outcomes, is_interpreted=False))
+    assert "It dies" in shown and "speed  3 TB/s" in shown and "mean nothing" not in shown
+    assert shown.endswith("5 of 8 checks right, 3 WRONG")
+
+
+def test_what_hangs_is_stopped_with_all_that_it_has_started(place: Place) -> None:
+    process = Process(section("hangs"), 0, place, 500.0)
+    child = place.scratch / "child"
+    wait_until(child.exists)
+    assert is_running(int(child.read_text()))
+    process.stop()
+    wait_until(lambda: not is_running(int(child.read_text())))
+    assert [line.text for line in process.finish().lines][:2] == ["right", "3 TB/s"]
+
+
+def test_what_takes_too_long_is_stopped(place: Place) -> None:
+    outcomes = run_apart([section("hangs", 0.2, 1), section("hangs", 0.1)], place, 500.0)
+    assert [[line.text for line in outcome.findings.lines] for outcome in outcomes] == [
+        ["stopped after 0.2 s"],
+        ["stopped after 0.1 s"],
+    ]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_no_time_is_left_for_is_not_begun(place: Place) -> None:
+    outcomes = run_apart([section("well", shares=1), section("wrong")], place, 0.0)
+    assert [outcome.wrong for outcome in outcomes] == [1, 1]
+    assert "no time was left" in outcomes[1].findings.lines[0].text and not list(place.out.iterdir())
+
+
+def test_status_and_files(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    some = [section("well"), section("wrong")]
+    for name, status, words in (("well", 0, "1 of 1 checks right"), ("wrong", 1, "1 of 2 checks right, 1 WRONG")):
+        assert check.main(["--out", str(place.out), name], some) == status
+        assert words in capsys.readouterr().out
+        found = json.loads((place.out / "check.json").read_text())
+        assert list(found["sections"]) == [name] and found["sections"][name]["wrong"] == status
+        assert not found["interpreted"]
+    with pytest.raises(SystemExit):
+        check.main(["nonsense"], some)
+
+
+def test_triton_is_asked_for_all_that_it_has() -> None:
+    assert {candidate.op for candidate in offers.CANDIDATES} == set(dispatch.OPS)
+
+
+def test_everything_ends_in_eight_minutes() -> None:
+    assert check.LIMIT < 480
+    assert all(section.limit < check.LIMIT for section in check.SECTIONS)
+    names = [section.name for section in check.SECTIONS]
+    assert len(set(names)) == len(names)
+
+
+# ------------------------------------------------------------------ how it judges
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(Findings(), tmp_path, tmp_path, is_tiny=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "ok"),
+    [(0.0, True), (0.019, True), (0.021, False), (float("nan"), False), (float("inf"), False)],
+)
+def test_errors_are_judged_by_those_of_plain_torch(bench: Bench, found: float, ok: bool) -> None:
+    exact = torch.zeros(4)
+    plain, ours = exact.clone(), exact.clone()
+    plain[1], ours[2] = 0.01, found
+    check_error(bench.findings, "it", ours, exact, plain)
+    assert bench.findings.lines[0].ok is ok
+
+
+def test_bits_are_compared_and_not_values(bench: Bench) -> None:
+    nan = torch.tensor([torch.nan, 1.0])
+    assert equal(nan, nan.clone()) and not equal(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not equal(nan, nan.double()) and not equal(nan, nan[:1])
+    numbers = iter([1.0, 1.0, 1.0, 2.0])
+    for _ in range(2):
+        bench.same_bits("it", lambda: torch.tensor(next(numbers)))
+    assert [line.ok for line in bench.findings.lines] == [True, False]
+
+
+def test_unwritten_memory_is_poisoned() -> None:
+    with poisoned():
+        assert torch.empty((2, 3)).isnan().all() and (torch.empty(4, dtype=torch.int64) == 77).all()
+    assert torch.empty(0).shape == (0,)
+
+
+def test_time_that_ranges_cover() -> None:
+    assert covered([(0, 2), (1, 3), (10, 12), (10, 11)]) == (5, 12)
+
+
+def test_a_failed_case_is_told_and_the_next_one_runs(bench: Bench) -> None:
+    for number in (0, 1):
+        with bench.findings.case(f"case {number}"):
+            bench.findings.verdict("it", 1 // number == 1)
+    assert [(line.what, line.ok) for line in bench.findings.lines] == [("case 0", False), ("it", True)]
+    assert "ZeroDivisionError" in bench.findings.lines[0].text
+
+
+def test_shares_deal_all_cases(tmp_path: Path) -> None:
+    cases = list(range(10))
+    dealt = [Bench(Findings(), tmp_path, tmp_path, False, share, 4).mine([], cases) for share in range(4)]
+    assert sorted(case for some in dealt for case in some) == cases
