@@ -28,8 +28,9 @@ SPLIT = 512
 TOGETHER = 32
 """Heads that read the same key/value head and go together, at most."""
 PREFILL_HEADS = 2**14
-"""Rows x heads with which `prefill` occupies a GPU."""
-PROGRAMS = 2**14
+"""Rows x heads x sequences from which on `prefill` occupies a GPU: `decode` has programs for each sequence as if all
+rows were its own."""
+PROGRAMS = 2**11
 """Of `decode`, and a few more. Long sequences have a share of them each, in which splits take turns."""
 STATES = 2**25
 """Numbers of partial results that `decode` has at a time: 128 MiB; `configs.pool` reckons with more (SCORES_BYTES)."""
@@ -253,7 +254,7 @@ def paged_attention(
         (softcap or scale) * math.log2(math.e),
         shape,
     )
-    if rows == call.sequences or rows * heads <= PREFILL_HEADS:
+    if rows == call.sequences or rows * heads * call.sequences <= PREFILL_HEADS:
         call.by_splits(alone=False)
     else:
         if call.sequences > 1:

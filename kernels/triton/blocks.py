@@ -14,7 +14,7 @@ CHUNK = 1024
 """Words that a program copies."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source_ids", "target_ids"])
 def _copy(
     source: tl.tensor,
     source_ids: tl.tensor,

@@ -41,7 +41,10 @@ def _rows_of(
     return b, begin, length - rows, place, low, high
 
 
-@triton.jit(do_not_specialize=["window", "first", "places", "splits"])
+@triton.jit(
+    do_not_specialize=["table_stride", "window", "first", "places", "splits"],
+    do_not_specialize_on_alignment=["tables"],
+)
 def attend_splits(
     q: tl.tensor,
     q_stride: tl.tensor,

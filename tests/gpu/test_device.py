@@ -19,6 +19,7 @@ from configs.settings import Settings
 from engine import LLM, SamplingParams
 from engine.device import GPU, Device, look_for_gpu
 from kernels import ops, reference
+from kernels.exactness import ON_A_GPU
 from kernels.int8_weight import Int8Weight
 from kernels.reference.attention import attend_alone, attend_together
 from kernels.reference.pages import Past
@@ -216,6 +217,6 @@ def test_the_whole_product_finds_the_gpu_by_itself(gpu: Device, tmp_path: Path) 
     llm, on_cpu = LLM(str(folder), **common), LLM(str(folder), device="cpu", **common)
     serves = offers.NAME if offers.refusal() is None else reference.NAME
     assert gpu.name in llm.info.summary["device"] and llm.info.summary["attention"].startswith(serves)
-    assert "not checked on a GPU" in llm.info.summary["answers"]
+    assert llm.info.summary["answers"] == ON_A_GPU
     for ours, theirs in zip(llm.generate(PROMPTS, GREEDY), on_cpu.generate(PROMPTS, GREEDY), strict=True):
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids

@@ -193,17 +193,20 @@ def attend(
     dtype: torch.dtype = BF16,
     formats: tuple[KVFormat, KVFormat] = (F.BF16, F.BF16),
     static: bool = False,
+    width: int = 256,
+    skip: int = 0,
     **asked: Any,
 ) -> attention.Shape:
-    """One row of a sequence and many of another: all kernels that there are."""
+    """One row of a sequence and many of another: all kernels that there are. width: of tables that begin `skip` numbers
+    behind the start of their memory."""
     kind = LayerKV(heads[1], dims, formats[0], value_format=formats[1], static=static)
     spec = KVSpec((kind,), 16, KVOrder.ROWS)
     k, v = (KVTransform(torch.ones(heads[1], dims) if static and each.may_be_static else None) for each in formats)
     pages = LayerPages(torch.empty(4, spec.block_bytes, dtype=torch.uint8), spec, 0, k, v)
     rows = attention.PREFILL_HEADS // heads[0] + 2
-    q, tables = empty(rows, heads[0], dims, dtype=dtype), torch.zeros(2, 256, dtype=torch.int32)
+    q, tables = empty(rows, heads[0], dims, dtype=dtype), torch.zeros(skip + 2 * width, dtype=torch.int32)[skip:]
     starts, lengths = torch.tensor([0, 1, rows], dtype=torch.int32), torch.tensor([4000, 4000], dtype=torch.int32)
-    attention.paged_attention(q, pages, tables, starts, lengths, dims**-0.5, **asked)
+    attention.paged_attention(q, pages, tables.view(2, width), starts, lengths, dims**-0.5, **asked)
     flags = asked.get("window") is not None, asked.get("softcap") is not None
     return attention.shape_of(kind, 16, spec.block_bytes, heads[0], dtype, *flags)
 
@@ -223,6 +226,19 @@ ATTENTION: dict[str, tuple[Callable[[], attention.Shape], int]] = {
 }
 """With the bytes of a thread's stack that are borne on capability 9.0: of sums of all splits, read and written once a
 split, and in tiles that some lines do not see to the end."""
+
+
+def test_the_same_code_serves_whatever_differs_from_step_to_step(launched: list[Any]) -> None:
+    """What is compiled while requests wait, they wait for."""
+    for width, skip in ((1, 0), (15, 3), (16, 0), (17, 1), (64, 2)):
+        attend((8, 2), 64, width=width, skip=skip)
+    for first, count in ((0, 1), (1, 3), (3, 8)):
+        blocks.copy_blocks(torch.empty(64, 4096, dtype=torch.uint8), [(i, 30 + i) for i in range(first, first + count)])
+    code: dict[str, set[str]] = {}
+    for kernel in launched:
+        code.setdefault(kernel.metadata.name, set()).add(kernel.hash)
+    assert code.keys() == {"attend_splits", "attend_rows", "merge_splits", "_copy"}
+    assert all(len(hashes) == 1 for hashes in code.values()), code
 
 
 @pytest.mark.parametrize(
