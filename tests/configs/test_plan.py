@@ -292,6 +292,22 @@ def test_a_size_that_is_raised(models) -> None:
     assert plan(models["Llama-2-7B"], memory=42, num_gpu_blocks_override=10).advised is None
 
 
+def test_in_the_least_memory_for_a_load_its_size_is_said_in_bytes(models) -> None:
+    """The next whole MiB would not fit there."""
+    settings = Settings(kv_cache_memory_bytes="200GiB", max_num_seqs=3)
+
+    def advised(size: int) -> str:
+        question = Question(settings, models["SmolLM2-135M"], Memory(size, is_gpu=True))
+        best = make_plan(question, LENGTHS, None).advised
+        return best.words if best is not None and best.kind == "memory" else ""
+
+    low, high = 0, 80 * GIB
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if advised(middle) else (middle, high)
+    assert advised(high).split()[1].isdigit() and advised(high + 2**20).endswith("MiB"), advised(high)
+
+
 def test_a_share_that_does_not_decide_says_nothing_of_what_a_load_needs(models) -> None:
     found = plan(models["Llama-2-7B"], gpu=80, kv_cache_memory_bytes="40GiB", gpu_memory_utilization=0.2)
     paged, costs = found.in_pages, found.costs
