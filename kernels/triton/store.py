@@ -30,6 +30,7 @@ from kernels.triton.codes import (
     widened,
 )
 from kernels.triton.device import DTYPES
+from kernels.triton.rotation import butterflies
 
 NUMBERS, FED_NUMBERS = 2048, 1024
 """Of a program's tile, padding included. The second: where keys are fed back, and each dim waits for those before."""
@@ -206,15 +207,10 @@ def _rotated(
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
 ) -> tl.tensor:
-    """x: [ROWS, WIDTH]. Butterflies of stride 1, 2, 4 ..., in blocks of 2 to the power of STAGES."""
+    """x: [ROWS, WIDTH]."""
     dim = tl.arange(0, WIDTH)
     x = x * tl.load(signs + dim, mask=dim < DIMS, other=0.0)[None, :]
-    second = tl.arange(0, 2)[None, :, None] == 1
-    for stage in tl.static_range(STAGES):
-        bits = tl.reshape(bits_of(x), ((ROWS * WIDTH) >> (stage + 1), 2, 1 << stage))
-        own, other = of_bits(bits), of_bits(tl.sum(bits, 1, keep_dims=True) - bits)  # exact, as whole numbers
-        x = tl.reshape(tl.where(second, other - own, own + other), (ROWS, WIDTH))
-    return x * NORM
+    return butterflies(x, ROWS, WIDTH, STAGES) * NORM
 
 
 @triton.jit
