@@ -30,6 +30,7 @@ from engine.runner.executor import ModelExecutor, SingleExecutor
 from engine.runner.kv_store import KVTransforms, static_transforms
 from engine.runner.link import CudaLink
 from engine.runner.model_runner import CacheUse, ModelRunner
+from engine.runner.warm_up import warm_up
 from kernels import flash, reference
 from kernels.exactness import ON_A_GPU, inexact
 from kernels.exactness import report as report_exactness
@@ -111,10 +112,10 @@ def _start(
     """The executor, warm; and what the start-up block says of CUDA graphs."""
     if not device.is_gpu:
         executor = SingleExecutor(runner, eos_token_ids)
-        executor.warm_up()
+        warm_up(executor)
         return executor, {}
     ahead = AheadExecutor(runner, eos_token_ids, device.place, CudaLink(device.place))
-    ahead.warm_up(largest=True)
+    warm_up(ahead, largest=True)
     if reason := _no_graphs(settings, runner, layout, device):
         return ahead, {"CUDA graphs": f"none ({reason})"}
     ahead.capture(decode_sizes(settings.max_num_seqs))

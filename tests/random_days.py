@@ -17,6 +17,7 @@ from engine.model.base import CausalLM
 from engine.model.interface import AttentionBackend, ForwardBatch
 from engine.runner.ahead import AheadHandle
 from engine.runner.sampling.sampler import Sampled
+from engine.runner.warm_up import warm_up
 from engine.sampling_params import SamplingParams
 
 WINDOW, NAN_TOKEN = 72, 250
@@ -46,7 +47,7 @@ def ahead(loaded: Loaded, device: LateDevice | None = None, graphs: bool = True,
     """An engine on a late device, its decode steps captured."""
     options = {"max_num_seqs": 4, "num_blocks": 64, "block_size": 8, **options}
     engine = Engine(loaded, link=device or LateDevice(), **options)
-    engine.executor.warm_up(largest=True)
+    warm_up(engine.executor, largest=True)
     if graphs:
         engine.executor.capture(decode_sizes(options["max_num_seqs"]))
     return engine

@@ -1,11 +1,10 @@
 """Does a sequence's answer have the same bits alone and in company? Tried with the whole model, on this machine."""
 
-from collections.abc import Sequence
-
 import torch
 
-from engine.messages import NewRow, StepPlan
+from engine.messages import NewRow
 from engine.runner.executor import ModelExecutor
+from engine.runner.warm_up import plan_of
 from engine.sampling_params import SamplingParams
 
 LENGTHS = (21, 1, 13, 34)
@@ -62,27 +61,11 @@ def _first_logits(executor: ModelExecutor, rows: list[NewRow], step: int) -> tor
     while any(left):
         tokens = [min(step, count) for count in left]
         left = [count - now for count, now in zip(left, tokens, strict=True)]
-        handle = executor.forward(_plan(slots, tokens, not any(left), new_rows))
+        handle = executor.forward(plan_of(slots, tokens, new_rows, samples=not any(left)))
         if not any(left):
             logits = executor.logits_of(handle).clone()
         executor.sample(handle, None)
         new_rows = []
-    executor.forward(_plan([], [], False, [], slots))
+    executor.forward(plan_of([], [], freed_slots=slots))
     executor.shutdown()
     return logits
-
-
-def _plan(
-    slots: list[int], tokens: list[int], samples: bool, new_rows: list[NewRow], freed: Sequence[int] = ()
-) -> StepPlan:
-    return StepPlan(
-        step=-1,
-        slots=slots,
-        num_tokens=tokens,
-        samples=[samples] * len(slots),
-        new_rows=new_rows,
-        new_blocks=[],
-        copies=[],
-        transfers=[],
-        freed_slots=list(freed),
-    )

@@ -13,10 +13,6 @@ from engine.ports import Masks
 from engine.runner.model_runner import ModelRunner
 from engine.runner.request_rows import Slots
 from engine.runner.sampling.sampler import Sampler
-from engine.sampling_params import SamplingParams
-
-WARM_UP_TOKENS = 256
-"""Tokens of the warm-up's prompts, all together."""
 
 log = logging.getLogger(__name__)
 
@@ -43,41 +39,6 @@ class ModelExecutor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Drops the steps in flight. Safe to call twice; memory goes with the last reference to the runner."""
-
-    def warm_up(self, largest: bool = False) -> None:
-        """Runs a prefill-like and a decode-like step, so that the first request finds kernels chosen and memory mapped.
-
-        largest: with as many sequences and tokens as a step may have, so that a GPU which has no memory for it is found
-        out now. Call it before any request: it uses the first slots and blocks, and leaves both as they were.
-        """
-        limits, pools, block_size = self.runner.limits, self.runner.pools, self.rows.block_size
-        num_pages = min(len(pool) for pool in pools)
-        sequences, tokens = (limits.max_num_seqs, limits.max_num_batched_tokens) if largest else (8, WARM_UP_TOKENS)
-        count = min(limits.max_num_seqs, num_pages, sequences)
-        length = min(tokens // count, limits.max_model_len - 2, limits.max_num_batched_tokens // count)
-        length = max(1, min(length, num_pages // count * block_size - 1))
-        blocks = -(-(length + 1) // block_size)
-        params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
-        rows = [
-            NewRow(
-                slot=slot,
-                request_id=f"warm-up-{slot}",
-                token_ids=[0] * length,
-                num_prompt_tokens=length,
-                params=params if slot % 2 else SamplingParams(temperature=0.0),
-                index=0,
-                block_ids=[list(range(slot * blocks, (slot + 1) * blocks))] * len(pools),
-                num_computed=0,
-            )
-            for slot in range(count)
-        ]
-        self.sample(self.forward(_plan(list(range(count)), length, rows)), None)
-        if limits.max_model_len > 2:
-            self.sample(self.forward(_plan(list(range(count)), 1, [])), None)
-        self.forward(_plan([], 0, [], freed=list(range(count))))
-        self.shutdown()
-        for pool in pools:
-            pool[: count * blocks] = 0
 
     def _enter(self, plan: StepPlan) -> None:
         """What the plan does to the rows, their sampling parameters among it."""
@@ -206,17 +167,3 @@ class SingleExecutor(ModelExecutor):
 
 def sampling_slots(plan: StepPlan) -> Slots:
     return np.array([slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples], np.int64)
-
-
-def _plan(slots: list[int], num_tokens: int, new_rows: list[NewRow], freed: list[int] | None = None) -> StepPlan:
-    return StepPlan(
-        step=-1,
-        slots=slots,
-        num_tokens=[num_tokens] * len(slots),
-        samples=[True] * len(slots),
-        new_rows=new_rows,
-        new_blocks=[],
-        copies=[],
-        transfers=[],
-        freed_slots=freed or [],
-    )

@@ -18,6 +18,7 @@ from configs.pool import step_bytes
 from configs.settings import Settings
 from engine import LLM, SamplingParams
 from engine.device import GPU, Device, look_for_gpu
+from engine.runner.warm_up import warm_up
 from kernels import ops, reference
 from kernels.exactness import ON_A_GPU
 from kernels.int8_weight import Int8Weight
@@ -54,7 +55,7 @@ def test_in_fp32_a_gpu_gives_the_cpus_tokens(gpu: Device, folder: Path) -> None:
     expected = engine_on(torch.device("cpu"), folder, torch.float32).run(PROMPTS, GREEDY)
     engine = engine_on(gpu.place, folder, torch.float32)
     assert {pool.device for pool in engine.executor.runner.pools} == {gpu.place}
-    engine.executor.warm_up(largest=True)
+    warm_up(engine.executor, largest=True)
     found = engine.run(PROMPTS, GREEDY)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
@@ -171,7 +172,7 @@ def test_launching_a_step_waits_for_nothing(gpu: Device, tmp_path: Path) -> None
     if ops.choose("paged_attention", "cuda", gpu.dtype).name == reference.NAME:
         pytest.skip("plain torch serves attention")
     executor = engine.executor
-    executor.warm_up(largest=True)
+    warm_up(executor, largest=True)
     executor.capture([1, 4, 8])
     forward = executor.forward
 
@@ -193,7 +194,7 @@ def test_captured_steps_are_the_launched_ones(gpu: Device, tmp_path: Path) -> No
     plain, captured = (engine_on(gpu.place, folder, gpu.dtype) for _ in range(2))
     if ops.choose("paged_attention", "cuda", gpu.dtype).name == reference.NAME:
         pytest.skip("plain torch serves attention")
-    captured.executor.warm_up(largest=True)
+    warm_up(captured.executor, largest=True)
     captured.executor.capture([1, 2, 4, 5])
     expected = [one.token_ids for one in plain.run(PROMPTS, params)]
     assert [one.token_ids for one in captured.run(PROMPTS, params)] == expected
@@ -204,7 +205,7 @@ def test_the_largest_step_takes_no_more_than_was_reckoned(gpu: Device, tmp_path:
     engine = Engine(loaded, chunk=2048, max_num_seqs=256, num_blocks=4096)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    engine.executor.warm_up(largest=True)
+    warm_up(engine.executor, largest=True)
     settings = Settings(max_num_seqs=256, max_num_batched_tokens=2048)
     sizes = {"vocab_size": loaded.config.vocab_size, "num_parameters": loaded.config.num_parameters}
     reckoned = step_bytes(settings, KVLayout.of(loaded.config.kv_layers(KVFormat.FP32), 16), window=WINDOW, **sizes)

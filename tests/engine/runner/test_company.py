@@ -11,6 +11,7 @@ from late_device import LateDevice
 from tiny_models import FALLBACKS, VARIANTS, build
 
 from engine.runner import company
+from engine.runner.warm_up import warm_up
 
 
 @pytest.fixture(scope="module", params=["gqa", "gemma3", "olmo2"])
@@ -54,7 +55,7 @@ def test_a_device_that_the_host_runs_ahead_of_is_asked_too(captured: bool, tmp_p
         for model, is_exact in ((loaded.model, True), (Unsteady(loaded.model), False)):
             device = LateDevice()
             executor = Engine(replace(loaded, model=model), link=device).executor
-            executor.warm_up(largest=True)
+            warm_up(executor, largest=True)
             if captured:
                 executor.capture([1, 2])
             assert (company.compare(executor) is None) == is_exact

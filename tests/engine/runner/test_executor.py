@@ -21,6 +21,7 @@ from engine.messages import NewRow, RowResult, StepPlan, TokenLogprobs
 from engine.model.registry import load_model
 from engine.runner.executor import SingleExecutor, StepHandle
 from engine.runner.model_runner import ModelRunner
+from engine.runner.warm_up import warm_up
 from engine.sampling_params import SamplingParams
 from kernels import ops
 
@@ -426,7 +427,7 @@ def test_a_step_that_breaks_has_computed_nothing(make, models):
 def test_warm_up_leaves_nothing_behind(make, block_size):
     driver = make(block_size=block_size)
     executor = driver.executor
-    executor.warm_up()
+    warm_up(executor)
     assert not executor.runner.pools[0].any() and not executor.rows.lengths.any() and not executor.rows.faults
     assert executor.sampler.columns.plain.all()
     assert same(solo(driver), solo(make()))
@@ -438,7 +439,7 @@ def test_warm_up_fits_a_pool_of_one_block(models, window):
     layout = KVLayout.of(config.kv_layers(KVFormat.FP32), 4)
     runner = ModelRunner(by_dtype[torch.float32], config, layout, [1], SchedulerLimits(8, 4, window))
     executor = SingleExecutor(runner, ())
-    executor.warm_up()
+    warm_up(executor)
     assert not executor.runner.pools[0].any()
 
 

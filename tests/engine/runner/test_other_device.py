@@ -22,6 +22,7 @@ from engine.runner.device_inputs import DeviceInputs
 from engine.runner.request_rows import RequestRows
 from engine.runner.sampling.parameters import SamplingColumns
 from engine.runner.sampling.sampler import Sampler
+from engine.runner.warm_up import warm_up
 from engine.sampling_params import SamplingParams
 from kernels import ops, reference
 from kernels.reference import attention
@@ -97,23 +98,10 @@ def test_what_serves_a_gpu_gives_the_same_tokens(
     assert any(fit["feedback"] is not None for fit in fits) == (format != "auto")
     device = LateDevice(1)
     engine = Engine(loaded, chunk=64, link=device)
-    engine.executor.warm_up(largest=True)
+    warm_up(engine.executor, largest=True)
     assert [result.token_ids for result in engine.run(PROMPTS, GREEDY)] == [one.token_ids for one in expected]
     assert device.num_sends > 8
     assert Engine(loaded, chunk=7, link=LateDevice(2)).run(PROMPTS[:1], GREEDY)[0].token_ids == expected[0].token_ids
-
-
-@pytest.mark.parametrize(("sequences", "tokens", "num_blocks"), [(6, 100, 64), (6, 100, 5), (1, 40, 64)])
-def test_the_largest_warm_up_is_as_large_as_a_step_may_be(sequences, tokens, num_blocks, tmp_path: Path) -> None:
-    loaded = Loaded.load(tiny_models.build(tmp_path), torch.float32, 128)
-    engine = Engine(loaded, max_num_seqs=sequences, chunk=tokens, num_blocks=num_blocks)
-    runner, seen = engine.executor.runner, []
-    forward = runner.forward
-    runner.forward = lambda plan: seen.append((len(plan.slots), sum(plan.num_tokens))) or forward(plan)
-    engine.executor.warm_up(largest=True)
-    count = min(sequences, num_blocks)
-    length = min(tokens // count, num_blocks // count * 16 - 1)
-    assert seen[0] == (count, count * length) and not runner.pools[0].any() and not runner.rows.lengths.any()
 
 
 def test_logits_that_the_device_lost_are_nobody_in_particulars_fault() -> None:
