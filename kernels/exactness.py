@@ -20,8 +20,18 @@ Windows = tuple[tuple[int, int], ...]
 """Rows [start, end) that are computed again by themselves."""
 WINDOWS: Windows = ((0, 1), (39, 40), (7, 9), (3, 6), (20, 25), (1, 17), (5, 22), (0, 33), (0, 40))
 """Each way in which kernels of a CPU treat few rows."""
-GPU_WINDOWS: Windows = ((0, 1), (299, 300), (7, 9), (3, 20), (20, 60), (5, 105), (40, 170), (1, 260), (0, 300))
-"""Some rows for each size of tiles."""
+FEWEST, MOST, NUMBERS = 300, 8192, 2**23
+"""Rows on a GPU: as many as have so many outputs. With more, all tiles are the largest (`kernels.triton.linear`)."""
+
+
+def gpu_windows(outputs: int) -> Windows:
+    """Some rows for each tile that a layer of so many outputs may be computed in; one window has them all."""
+    most = max(FEWEST, min(MOST, NUMBERS // outputs))
+    sizes = [most]
+    while sizes[-1] > 1:
+        sizes.append(int(sizes[-1] / 1.25))
+    starts = [size * 37 % (most - size + 1) for size in sizes]
+    return ((most - 1, most), *((start, start + size) for start, size in zip(starts, sizes, strict=True)))
 
 
 def probe(packed: PackedLinear, dtype: torch.dtype, device: torch.device = CPU) -> str | None:
@@ -29,7 +39,7 @@ def probe(packed: PackedLinear, dtype: torch.dtype, device: torch.device = CPU) 
 
     Random rows, all together and in windows; on a CPU with one thread and with all of this process's.
     """
-    windows = WINDOWS if device == CPU else GPU_WINDOWS
+    windows = WINDOWS if device == CPU else gpu_windows(packed.out_features)
     generator = torch.Generator().manual_seed(packed.in_features)
     x = torch.randn(_total(windows), packed.in_features, generator=generator).to(device, dtype)
     together = linear(x, packed)

@@ -1,14 +1,16 @@
 """The start-up probe finds every kind of inexact linear layer, and passes ours."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from kernels import ops
-from kernels.exactness import inexact, probe, report
+from kernels.exactness import gpu_windows, inexact, probe, report
 from kernels.reference.linear import TorchLinear
 from kernels.threads import num_threads, set_threads
+from kernels.triton.linear import tile_of
 
 EXACT = "not changed by other requests in the least, bit for bit (checked on this machine)"
 
@@ -86,3 +88,16 @@ def test_finds_that_plain_torch_is_not_exact() -> None:
     if not differs:
         pytest.skip("this BLAS computes one row as it computes forty")
     assert probe(layer, torch.float32) is not None
+
+
+@pytest.mark.parametrize("outputs", [512, 1024, 4096, 28672, 151936])
+def test_on_a_gpu_every_tile_is_looked_at(outputs: int) -> None:
+    """Whatever the number of rows."""
+    windows = gpu_windows(outputs)
+    for parts in (1, 2, 4):
+        tile = partial(tile_of.__wrapped__, outputs=outputs, parts=parts, largest=256 * 128, room=227 << 10)
+        looked_at = {tile(end - start) for start, end in windows}
+        assert {tile(rows) for rows in range(1, 2**14, 8)} <= looked_at and len(looked_at) >= 3
+    total = windows[1][1]
+    assert windows[:2] == ((total - 1, total), (0, total)) and all(0 <= start < end <= total for start, end in windows)
+    assert total * outputs < 2**26, "bytes that nobody has set aside"
