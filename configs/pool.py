@@ -45,6 +45,8 @@ MAX_PAGES, MAX_GPU_PAGES = 2**18, 2**20
 """Without any flag: the most pages. Main memory keeps books of each; only a toy's pages are so small."""
 SCORES_BYTES = 4 * 2**26
 """Attention scores in fp32 and what is made of them at a time (`kernels.reference.attention.SCORES`)."""
+STATES_BYTES = 4 * 2**25
+"""Partial results of decoding (`kernels.triton.attention.STATES`). Steps without a graph have them in SCORES_BYTES."""
 LIBRARY_BYTES = 2**28
 """Work space of a GPU's libraries, and what its allocator cannot use for being in pieces."""
 GRAPH_BYTES = 2**23
@@ -246,7 +248,7 @@ def step_bytes(settings: Settings, layout: KVLayout, *, window: int, vocab_size:
     tokens, sizes = max(settings.max_num_batched_tokens, settings.max_num_seqs), decode_sizes(settings.max_num_seqs)
     activation = 64 * math.isqrt(num_parameters // max(1, layout.num_layers))
     widest = max((layer.kv_heads * layer.head_dim for group in layout.groups for layer in group.spec.layers), default=0)
-    graphs = sizes[-1] * (vocab_size * 8 + activation) + len(sizes) * GRAPH_BYTES
+    graphs = sizes[-1] * (vocab_size * 8 + activation) + STATES_BYTES + len(sizes) * GRAPH_BYTES
     return StepBytes(
         logits=settings.max_num_seqs * vocab_size * 8,
         activations=tokens * activation,

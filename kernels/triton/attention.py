@@ -2,19 +2,20 @@
 
 Nothing here waits for the device: grids come from shapes. What they do not tell, kernels find in `query_start` and
 `seq_lens`. All rows go to `decode` where there are as many as sequences, as in a step that only decodes, or so few that
-`prefill` could not occupy a GPU. Else `decode` takes the sequences with one row, and `prefill` the others. A row's bits
-are the same either way.
+`prefill` could not occupy a GPU, if it has room for all of them at a time. Else `decode` takes the sequences with one
+row, and `prefill` the others. A row's bits are the same either way.
 """
 
 import functools
 import math
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
 
-from configs.kv import KVFormat, KVOrder, LayerKV
+from configs.kv import KVFormat, KVHalf, KVOrder, LayerKV
 from kernels.ops import LayerPages, compute_dtype
 from kernels.triton.decode import attend_splits, merge_splits
 from kernels.triton.device import DTYPES, shared_bytes_of
@@ -33,12 +34,12 @@ rows were its own."""
 PROGRAMS = 2**11
 """Of `decode`, and a few more. Long sequences have a share of them each, in which splits take turns."""
 STATES = 2**25
-"""Numbers of partial results that `decode` has at a time: 128 MiB; `configs.pool` reckons with more (SCORES_BYTES)."""
+"""Numbers of partial results that `decode` has at a time: `configs.pool.STATES_BYTES`."""
 MERGED = 1024
 """Numbers of outputs that a program merges at a time."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Half:
     """K or V, as kernels see it. Counted in numbers of the format, or in bytes where those hold two of four bits."""
 
@@ -62,9 +63,9 @@ class Half:
         return self.scales > 0 and self.format != KVFormat.INT4.value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shape:
-    """What kernels of a layer are compiled for."""
+    """What kernels of a layer are compiled for. Known by itself, not by its fields: each launch asks for its hash."""
 
     heads: int
     dims: int
@@ -184,13 +185,33 @@ class Call:
     def sequences(self) -> int:
         return self.queries[-1].shape[0]
 
+    @property
+    def splits(self) -> int:
+        """Of the longest sequence that the tables have room for."""
+        return max(1, -(-self.queries[2].shape[1] * self.shape.page // SPLIT))
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a row's partial results."""
+        return self.shape.heads * self.splits * (self.shape.dims + 2)
+
+    def compute(self) -> None:
+        seems_to_decode = self.rows == self.sequences
+        is_small = self.rows * self.shape.heads * self.sequences <= PREFILL_HEADS
+        has_room = self.rows == 1 or self.rows * self.state_size <= STATES
+        if has_room and (seems_to_decode or is_small):
+            self.by_splits(alone=False)
+            return
+        if self.sequences > 1:
+            self.by_splits(alone=True)
+        self.by_rows()
+
     def by_splits(self, alone: bool) -> None:
-        """alone: rows of sequences that have one and no more, else all. As many at a time as `STATES` has room for."""
+        """alone: rows of sequences that have one and no more, as many at a time as `STATES` has room for; else all."""
         shape, launch = self.shape, launch_of(self.shape, DECODE, self.out.device)
-        splits = max(1, triton.cdiv(self.queries[2].shape[1] * shape.page, SPLIT))
-        size = shape.heads * splits * (shape.dims + 2)
+        splits, size = self.splits, self.state_size
         count = self.sequences if alone else self.rows
-        places = min(count, max(1, STATES // size))
+        places = min(count, max(1, STATES // size)) if alone else count
         states = torch.empty(places * size, dtype=torch.float32, device=self.out.device)
         longest = 1 if alone else max(1, self.rows - self.sequences + 1)  # if no sequence has no row
         for first in range(0, count, places):
@@ -254,20 +275,23 @@ def paged_attention(
         (softcap or scale) * math.log2(math.e),
         shape,
     )
-    if rows == call.sequences or rows * heads * call.sequences <= PREFILL_HEADS:
-        call.by_splits(alone=False)
-    else:
-        if call.sequences > 1:
-            call.by_splits(alone=True)
-        call.by_rows()
+    call.compute()
     return (unrotated(out, dtype) if v_turned else out).flatten(1)
 
 
+_begins: WeakKeyDictionary[LayerPages, tuple[torch.Tensor, ...]] = WeakKeyDictionary()
+
+
 def begins_of(pages: LayerPages) -> tuple[torch.Tensor, ...]:
-    """Views of the pool from where codes and scales of K, and of V, begin in block 0; any view where there are none."""
-    found, pool = [], pages.pool.view(-1)
-    for half in pages.halves:
-        plain = None if half.format.is_quantised else getattr(torch, half.codes.dtype)
-        found.append(pool[half.codes.offset :].view(plain or torch.uint8))
-        found.append(pool[half.scales.offset if half.scales else 0 :].view(torch.float16))
-    return tuple(found)
+    """Views of the pool from where codes and scales of K, and of V, begin in block 0; any view where there are none.
+    Made once for each layer."""
+    found = _begins.get(pages)
+    if found is None:
+        found = _begins[pages] = tuple(view for half in pages.halves for view in _begin_of(half, pages.pool.view(-1)))
+    return found
+
+
+def _begin_of(half: KVHalf, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    plain = None if half.format.is_quantised else getattr(torch, half.codes.dtype)
+    scales = pool[half.scales.offset if half.scales else 0 :]
+    return pool[half.codes.offset :].view(plain or torch.uint8), scales.view(torch.float16)

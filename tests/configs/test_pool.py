@@ -12,6 +12,7 @@ from configs.pool import (
     GRAPH_BYTES,
     MAX_GPU_PAGES,
     MAX_PAGES,
+    STATES_BYTES,
     STEP,
     PoolPlan,
     resolve_num_blocks,
@@ -198,4 +199,5 @@ def test_a_step_takes_more_with_each_thing_that_is_larger() -> None:
     assert step(layout=wide) - plain == 2 * 8192 * (1024 - 192) * 12
     assert 2**29 < plain < 2**30
     graphs = step(enforce_eager=False) - plain
-    assert graphs == 64 * (49152 * 8 + 64 * 2117) + 11 * GRAPH_BYTES, "the largest step, and each of eleven"
+    step_of_64 = 64 * (49152 * 8 + 64 * 2117) + STATES_BYTES
+    assert graphs == step_of_64 + 11 * GRAPH_BYTES, "the largest step, and each of eleven"

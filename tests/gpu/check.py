@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import interpreted
 from gpu.findings import Findings
 
 LIMIT = 470.0
@@ -160,6 +161,7 @@ def run_here(sections: Sequence[Section], place: Place) -> list[Outcome]:
     """One after the other in this process, whose kernels are interpreted."""
     from gpu.section import run
 
+    interpreted.improve()
     outcomes = []
     for section in sections:
         start = time.monotonic()

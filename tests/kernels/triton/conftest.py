@@ -14,8 +14,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import interpreted
 import pytest
 import torch
 
@@ -28,22 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """numpy warns of overflows and of divisions by zero, which a GPU computes with like any other number."""
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
     if INTERPRETED:
-        _call_quickly()
-
-
-def _call_quickly() -> None:
-    """Triton replaces all functions of its language before each call of a function inside a kernel, which takes longer
-    than most of these take: here it does where they have not been replaced yet."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    def call(function: Any, *arguments: Any, **named: Any) -> Any:
-        known = function.fn.__globals__.values()
-        if any(language in known and tl.core.is_builtin(language.load) for language in (tl, tl.core)):
-            interpreter._patch_lang(function.fn)
-        return function.rewrite()(*arguments, **named)
-
-    interpreter.InterpretedFunction.__call__ = call
+        interpreted.improve()
 
 
 @pytest.fixture

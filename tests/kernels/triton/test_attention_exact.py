@@ -112,6 +112,26 @@ def test_what_is_done_at_a_time(attend, monkeypatch):
     assert equal(attend(paged, parts), expected[0])
 
 
+def test_each_round_launches_its_own_sequences_only(attend, monkeypatch):
+    """With a long window states of few sequences have room: programs of all others, round after round, would cost more
+    than they compute."""
+    paged = make_paged([70] * 7, kv_heads=1, order=KVOrder.ROWS)
+    parts, grids = [(b, 69, 70) for b in range(7)], []
+    expected = attend(paged, parts)
+    kernel = attention.attend_splits
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            grids.append(grid[0])
+            return kernel[grid]
+
+    monkeypatch.setattr(attention, "attend_splits", Noted())
+    for places, counts in ((7, [7]), (3, [3, 3, 1]), (1, [1] * 7)):
+        grids.clear()
+        monkeypatch.setattr(attention, "STATES", places * 3 * 66 + 65)
+        assert equal(attend(paged, parts), expected) and grids == counts
+
+
 def test_as_many_rows_as_sequences_of_which_some_have_none(attend):
     """They look like a step that only decodes."""
     paged = make_paged([40, 50, 100], kv_heads=1, order=KVOrder.ROWS)

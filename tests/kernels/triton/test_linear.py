@@ -1,13 +1,8 @@
-"""Linear layers in Triton: right, and the same bits for a row whatever the number of rows and whoever computes what.
-
-numpy's products, which the interpreter uses, add in an order of their own for each shape. Here they add as the units of
-a GPU are assumed to: an element's products one after the other, whatever else is multiplied beside it.
-"""
+"""Linear layers in Triton: right, and the same bits for a row whatever the number of rows and whoever computes what."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,19 +18,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 each_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 SHARED = 227 << 10
 """Of an H100."""
-
-
-@pytest.fixture(autouse=True)
-def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def dot(builder: Any, a: Any, b: Any, sums: Any, *options: object) -> Any:
-        out = sums.data.copy()
-        for column, row in zip(a.data.T, b.data, strict=True):
-            out += np.outer(column, row)
-        return TensorHandle(out, sums.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Draws in Triton: the reference's tokens, all of them."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -37,18 +37,6 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.empty(1).isnan() and torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def patched_once(monkeypatch) -> None:
-    """The interpreter puts its operations in the place of Triton's at each call of a helper: most of its time."""
-    patch: Callable[..., object] = interpreter._patch_lang
-
-    def patch_what_is_not(function: Callable[..., object]) -> object:
-        languages = [each for each in function.__globals__.values() if each is tl or each is tl.core]
-        return patch(function) if any(tl.core.is_builtin(each.load) for each in languages) else None
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_what_is_not)
 
 
 def sort(x: tl.tensor, dim: int | None = None, descending: bool = False) -> tl.tensor:
