@@ -108,8 +108,9 @@ class Plan:
 
     @property
     def useful_in_reservations(self) -> float:
-        costs, step = self.costs, self.question.settings.max_num_batched_tokens
-        return useful_share(costs.layout, self.lengths.tokens, reserved_bytes(costs.layout, costs.window, step))
+        costs = self.costs
+        held = reserved_bytes(costs.layout, costs.window, costs.step_tokens)
+        return useful_share(costs.layout, self.lengths.tokens, held)
 
     @property
     def is_served(self) -> bool | None:

@@ -51,7 +51,7 @@ def pool_for(settings: Settings, costs: Costs, count: int, tokens: int) -> int |
         pool = _pool_of(settings, costs, size)
         return pool is not None and pool.sequences(tokens) >= count
 
-    step = -(-settings.max_num_batched_tokens // settings.block_size)
+    step = -(-costs.step_tokens // settings.block_size)
     each = count * -(-tokens // settings.block_size) + step + 2
     low, high = 0, sum(group.spec.block_bytes for group in costs.layout.groups) * each
     if not is_enough(high):
@@ -70,7 +70,11 @@ def pages_for(settings: Settings, costs: Costs, pool_bytes: int) -> int:
 
 
 def _pool_of(settings: Settings, costs: Costs, size: int) -> PoolPlan | None:
-    given = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": size}
+    given = {
+        "num_gpu_blocks_override": None,
+        "kv_cache_memory_bytes": size,
+        "max_num_batched_tokens": costs.step_tokens,
+    }
     sized = settings.model_copy(update=given)
     try:
         return resolve_num_blocks(

@@ -292,7 +292,7 @@ def _option(question: Question, lengths: Lengths, load: Load, kind: Kind, words:
 def _reserved(question: Question, load: Load) -> Option:
     """Each request its maximum: their number does not depend on what they come to."""
     settings, costs, (pool, _) = question.settings, question.costs, question.sized
-    each = reserved_bytes(costs.layout, costs.window, settings.max_num_batched_tokens)
+    each = reserved_bytes(costs.layout, costs.window, costs.step_tokens)
     count = None if question.memory is None else 0 if pool is None else pool.pool_bytes // each
     return Option(
         kind="reservation",

@@ -81,7 +81,7 @@ class StepBytes:
     """Of every token, as 16 fp32 numbers for each row of a square matrix with as many numbers as a layer (the widest
     things in a layer are a few times that wide)."""
     context: int
-    """One sequence's whole context, K and V, gathered and widened: 12 bytes a number."""
+    """One sequence's whole context, K and V, gathered and widened: 12 bytes a number. 0 where attention reads pages."""
     graphs: int
     """What CUDA graphs keep: all that a step of the largest one takes, and themselves; 0 without them."""
     scores: int = SCORES_BYTES
@@ -111,16 +111,20 @@ class Costs:
     """`weight_bytes` with --quantization int8, where that is fewer."""
     process_bytes: int
     """Of Octavo's processes on a CPU, a step's work among it."""
+    step_tokens: int
+    """Of the largest step."""
 
     @classmethod
-    def of(cls, settings: Settings, model: SizedConfig, dtype: DType, is_gpu: bool = False) -> "Costs":
-        """dtype: what the model computes in (--dtype, resolved). Raises `StartupError` for a setting that the model
-        cannot have."""
+    def of(
+        cls, settings: Settings, model: SizedConfig, dtype: DType, is_gpu: bool = False, gathers: bool = False
+    ) -> "Costs":
+        """dtype: what the model computes in (--dtype, resolved); gathers: attention does, which is plain torch's way on
+        a GPU. Raises `StartupError` for a setting that the model cannot have."""
         window = model.effective_window(settings.max_model_len)
         layers = kv_layers(settings, model, dtype)
         layout = KVLayout.of(layers, settings.block_size, window, KVOrder.of(is_gpu))
         sizes = {"vocab_size": model.vocab_size, "num_parameters": model.num_parameters}
-        step = step_bytes(settings, layout, window=window, **sizes)
+        step = step_bytes(settings, layout, window=window if gathers else 0, **sizes)
         quantization = model.weight_format(settings.quantization, is_gpu)
         others = model.table_bytes(window) + sum(layer.fit_bytes for layer in layers)
         weights = model.weight_bytes(dtype, quantization) + others
@@ -130,7 +134,8 @@ class Costs:
         processes = PROCESS_BYTES + model.vocab_size * TOKEN_BYTES
         int8 = _int8_bytes(model, dtype, others)
         lighter = int8 if int8 is not None and int8 < weights else None
-        return cls(layout, window, weights, step, refresh, quantization, lighter, processes)
+        tokens = settings.step_tokens(is_gpu)
+        return cls(layout, window, weights, step, refresh, quantization, lighter, processes, tokens)
 
     def work(self, memory: Memory) -> dict[str, int]:
         """Bytes that are set aside beside weights and pools, and what for."""
@@ -232,7 +237,7 @@ def _sized(settings: Settings, costs: Costs, memory: Memory) -> PoolPlan:
         available_bytes=memory.available_bytes,
         weight_bytes=costs.weight_bytes,
         work=costs.work(memory),
-        default_share=GPU_SHARE if memory.is_gpu else None,
+        is_gpu=memory.is_gpu,
     )
     interval = settings.kv_refresh_interval
     if interval is not None and interval >= plan.max_model_len:
@@ -245,7 +250,8 @@ def _sized(settings: Settings, costs: Costs, memory: Memory) -> PoolPlan:
 
 
 def step_bytes(settings: Settings, layout: KVLayout, *, window: int, vocab_size: int, num_parameters: int) -> StepBytes:
-    tokens, sizes = max(settings.max_num_batched_tokens, settings.max_num_seqs), decode_sizes(settings.max_num_seqs)
+    """Of a GPU. window: tokens of context that are gathered."""
+    tokens, sizes = settings.step_tokens(is_gpu=True), decode_sizes(settings.max_num_seqs)
     activation = 64 * math.isqrt(num_parameters // max(1, layout.num_layers))
     widest = max((layer.kv_heads * layer.head_dim for group in layout.groups for layer in group.spec.layers), default=0)
     graphs = sizes[-1] * (vocab_size * 8 + activation) + STATES_BYTES + len(sizes) * GRAPH_BYTES
@@ -265,10 +271,10 @@ def resolve_num_blocks(
     available_bytes: int,
     weight_bytes: int,
     work: Mapping[str, int] = MappingProxyType({}),
-    default_share: float | None = None,
+    is_gpu: bool = False,
 ) -> PoolPlan:
     """Sizes the KV pools: --num-gpu-blocks-override, else --kv-cache-memory-bytes, else --gpu-memory-utilization, else
-    the default: `default_share` in place of the last, or a part of main memory if it is None.
+    the default: GPU_SHARE in place of the last, or a part of main memory.
 
     `window`: tokens that the model and --max-model-len allow (`SizedConfig.effective_window`); `available_bytes`:
     memory that was free before the weights were loaded; `weight_bytes`: what they take of it; `work`: see `Costs.work`.
@@ -284,8 +290,9 @@ def resolve_num_blocks(
             f"available, which leaves no room for a KV cache: {_cure(work)}."
         )
     takers = _listed(["the weights", *work])
-    sizes = _Sizes(settings, layout, window)
-    num_pages, lever, reason = _choose(settings, sizes, available_bytes, taken, takers, default_share)
+    step = settings.step_tokens(is_gpu)
+    sizes = _Sizes(settings, layout, window, step)
+    num_pages, lever, reason = _choose(settings, sizes, available_bytes, taken, takers, GPU_SHARE if is_gpu else None)
     size = _bytes(layout, num_pages)
     if min(num_pages) < 1:
         raise SettingsError(f"{reason} is less than one KV page ({write_size(layout.block_bytes)}): raise {lever}.")
@@ -294,7 +301,7 @@ def resolve_num_blocks(
             f"{reason} asks for a KV cache of {write_size(size)}, but {taker} leave {write_size(room)} of memory: "
             f"lower {lever}."
         )
-    block_size, step = layout.block_size, settings.max_num_batched_tokens
+    block_size = layout.block_size
     windows = tuple(
         WindowPages.plan(group.window, count, block_size, step)
         for group, count in zip(layout.groups, num_pages, strict=True)
@@ -335,12 +342,12 @@ def _note(settings: Settings, num_tokens: int, window: int, lever: str, windows_
 class _Sizes:
     """Page counts of all groups from one number."""
 
-    def __init__(self, settings: Settings, layout: KVLayout, max_model_len: int) -> None:
+    def __init__(self, settings: Settings, layout: KVLayout, max_model_len: int, step_tokens: int) -> None:
         self.layout = layout
         self.max_model_len = max_model_len
         self.whole_length = -(-max_model_len // layout.block_size)
         """Pages of the longest sequence."""
-        step = -(-settings.max_num_batched_tokens // layout.block_size)
+        step = -(-step_tokens // layout.block_size)
         self._enough = [
             2 * (settings.max_num_seqs * (self._window_pages(number) + 2) + step) if group.window is not None else 0
             for number, group in enumerate(layout.groups)

@@ -36,6 +36,9 @@ from configs.setting_types import (
 
 SECRET_FIELDS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})
 """Values never shown: not in --print-config, not in an error, not in repr()."""
+STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+"""Of the largest step, unless --max-num-batched-tokens says otherwise. Telling a GPU of a step's kernels takes the host
+some milliseconds, however few tokens they compute."""
 
 
 class Settings(BaseModel):
@@ -200,12 +203,13 @@ class Settings(BaseModel):
 
     # ---------------------------------------------------------------- scheduling
     max_num_seqs: int = setting(128, "Scheduling", "N", "Sequences that run at once.", ge=1, le=65536)
-    max_num_batched_tokens: Size = setting(
-        512,
+    max_num_batched_tokens: Size | None = setting(
+        None,
         "Scheduling",
         "TOKENS",
         "Tokens computed in one step. Longer prompts are computed in chunks of at most this size beside running "
         "streams: larger is better for throughput, smaller for smooth streams.",
+        ("auto", f"{STEP_TOKENS:,} on a CPU, {GPU_STEP_TOKENS:,} on a GPU, or --max-num-seqs if that is more"),
         ge=1,
     )
     scheduling_policy: Policy = setting(
@@ -385,7 +389,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _budget_holds_all_sequences(self) -> Self:
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"--max-num-batched-tokens must be at least --max-num-seqs, since each running sequence needs one "
                 f"token a step: got {self.max_num_batched_tokens} and {self.max_num_seqs}"
@@ -405,6 +409,12 @@ class Settings(BaseModel):
             return cls.model_validate(dict(values))
         except ValidationError as error:
             raise SettingsError(_sentence(error.errors(include_url=False)[0], values, origins or {})) from None
+
+    def step_tokens(self, is_gpu: bool) -> int:
+        """Tokens of the largest step."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(self.max_num_seqs, GPU_STEP_TOKENS if is_gpu else STEP_TOKENS)
 
     @property
     def bind_host(self) -> str:

@@ -1,11 +1,11 @@
 """Joins the parts of an engine: settings and a model on disk become an `EngineCore` that runs."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from configs.graphs import decode_sizes
-from configs.kv import KVLayout
+from configs.kv import KVLayout, LayerKV
 from configs.kv_flags import PLAIN, describe, format_name, kv_layers, plain_bytes_per_token
 from configs.limits import SchedulerLimits
 from configs.model import SizedConfig
@@ -51,7 +51,7 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     layout, plan = plan_pool(settings, config, device)
     for note in plan.notes:
         logger.warning(note)
-    limits = _limits(settings, plan)
+    limits = _limits(settings, plan, device)
     static = _static_scales(settings, config, device)
     # The pools may hold less, but what a model computes must not depend on how much memory happened to be free.
     window = config.effective_window(settings.max_model_len)
@@ -96,10 +96,10 @@ def build_core(launch: Launch, report: Callable[[EngineLoading], None]) -> tuple
     return core, EngineReady(cache, summary, config.vocab_size)
 
 
-def _limits(settings: Settings, plan: PoolPlan) -> SchedulerLimits:
+def _limits(settings: Settings, plan: PoolPlan, device: Device) -> SchedulerLimits:
     return SchedulerLimits(
         settings.max_num_seqs,
-        settings.max_num_batched_tokens,
+        settings.step_tokens(device.is_gpu),
         plan.max_model_len,
         policy=settings.scheduling_policy,
         kv_refresh_interval=settings.kv_refresh_interval,
@@ -128,10 +128,10 @@ def _no_graphs(settings: Settings, runner: ModelRunner, layout: KVLayout, device
         return "--enforce-eager"
     if not isinstance(runner.model, Architecture):
         return "transformers' code computes, which may wait for the GPU"
-    for layer in (layer for group in layout.groups for layer in group.spec.layers):
-        for op, backend in (("store_kv", AUTO), ("paged_attention", settings.attention_backend)):
-            if choose(op, device.place.type, device.dtype, layer.formats, backend).name == reference.NAME:
-                return f"{reference.NAME} serves {op}, which waits for the GPU"
+    layers = [layer for group in layout.groups for layer in group.spec.layers]
+    for op, backend in (("store_kv", AUTO), ("paged_attention", settings.attention_backend)):
+        if _in_plain_torch(op, layers, device, backend):
+            return f"{reference.NAME} serves {op}, which waits for the GPU"
     return None
 
 
@@ -160,13 +160,26 @@ def _cache_info(settings: Settings, layout: KVLayout, plan: PoolPlan, device: De
 
 def plan_pool(settings: Settings, config: SizedConfig, device: Device) -> tuple[KVLayout, PoolPlan]:
     """What a page holds and how many there will be. Raises `SettingsError`, which names the flag to change."""
-    costs = Costs.of(settings, config, device.dtype_name, device.is_gpu)
+    costs = costs_of(settings, config, device)
     return costs.layout, size_pools(settings, costs, Memory(device.free_bytes, device.is_gpu))
+
+
+def costs_of(settings: Settings, config: SizedConfig, device: Device) -> Costs:
+    """Raises as `Costs.of`."""
+    layers = kv_layers(settings, config, device.dtype_name)
+    gathers = _in_plain_torch("paged_attention", layers, device, settings.attention_backend)
+    return Costs.of(settings, config, device.dtype_name, device.is_gpu, gathers)
+
+
+def _in_plain_torch(op: str, layers: Iterable[LayerKV], device: Device, backend: str = AUTO) -> bool:
+    """Whether nothing better serves the op for one of the layers."""
+    found = (choose(op, device.place.type, device.dtype, layer.formats, backend) for layer in layers)
+    return any(choice.name == reference.NAME for choice in found)
 
 
 def _summary(name: str, settings: Settings, config: SizedConfig, device: Device, plan: PoolPlan) -> dict[str, str]:
     """The start-up block's lines, in order."""
-    costs = Costs.of(settings, config, device.dtype_name, device.is_gpu)
+    costs = costs_of(settings, config, device)
     layout = costs.layout
     lines = {
         "model": f"{name} ({config.title})",

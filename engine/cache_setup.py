@@ -61,7 +61,7 @@ def prepare_cache(
         transforms = [prefer_static(*both) for both in zip(static, transforms, strict=True)]
     if not tried:
         return transforms, None
-    trial = Trial(model, plain, tried[:window], device.place, settings.max_num_batched_tokens)
+    trial = Trial(model, plain, tried[:window], device.place, settings.step_tokens(device.is_gpu))
     found = trial.measure(layers, transforms)
     if found.is_nonsense:
         better = _better(settings, config, device, trial, transforms_of, MAX_DIVERGENCE)

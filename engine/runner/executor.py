@@ -40,6 +40,10 @@ class ModelExecutor(ABC):
     def shutdown(self) -> None:
         """Drops the steps in flight. Safe to call twice; memory goes with the last reference to the runner."""
 
+    def logits_here(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden] -> [S, vocab] on the CPU."""
+        return self.runner.logits(hidden)
+
     def _enter(self, plan: StepPlan) -> None:
         """What the plan does to the rows, their sampling parameters among it."""
         for slot in plan.freed_slots:
@@ -93,7 +97,7 @@ class ModelExecutor(ABC):
             rows, start = hidden[start : start + len(following)], start + len(following)
             num_top = self.sampler.columns.num_prompt_logprobs[slot]
             try:
-                found = self.sampler.score(rows, self.runner.logits, following, int(num_top))
+                found = self.sampler.score(rows, self.logits_here, following, int(num_top))
                 scores[slot] = PromptScores(first, found)
             except Exception as error:
                 log.warning("a prompt could not be scored", exc_info=True)

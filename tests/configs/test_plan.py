@@ -101,7 +101,7 @@ def test_the_engines_own_pools(models) -> None:
         available_bytes=80 * GIB,
         weight_bytes=costs.weight_bytes,
         work={STEP: costs.step.total},
-        default_share=0.9,
+        is_gpu=True,
     )
     assert found.is_served and not found.refusal
 

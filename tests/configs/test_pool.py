@@ -8,7 +8,6 @@ from configs.errors import SettingsError
 from configs.kv import KVFormat, KVLayout, LayerKV
 from configs.pool import (
     AUTO_BYTES,
-    GPU_SHARE,
     GRAPH_BYTES,
     MAX_GPU_PAGES,
     MAX_PAGES,
@@ -155,7 +154,7 @@ def test_a_plan_fits_or_is_refused(
 # ---------------------------------------------------------------- on a GPU
 def plan_on_gpu(available: int = 80 * GIB, weights: int = 16 * GIB, work: int = 2 * GIB, **given: object) -> PoolPlan:
     sizes = {"available_bytes": available, "weight_bytes": weights, "work": {STEP: work}}
-    return resolve_num_blocks(Settings(**given), SMOLLM2, window=8192, default_share=GPU_SHARE, **sizes)
+    return resolve_num_blocks(Settings(**given), SMOLLM2, window=8192, is_gpu=True, **sizes)
 
 
 def test_a_gpu_gives_nine_tenths_to_weights_step_and_pool() -> None:

@@ -4,7 +4,7 @@ same bits alone, in company and in any order.
     logits ─> fp32 ─> processors ─> maximum to 0 ─> / temperature ─> exp, group sums ─> top-k, top-p, min-p ─> draw
        └─> log-probabilities of the raw logits, for rows that ask        (greedy rows: argmax after the processors)
 
-All of it on the CPU, whatever computes the model: logits come in one copy. What is exact here, sums in a fixed order,
+All of it on the CPU, whatever computes the model. What is exact here, sums in a fixed order,
 draws in float64 and sorts without ties left to chance, would need kernels of its own elsewhere. A device draws by
 `kernels.ops.draw`, and leaves to this what that does not do (`runner.ahead`).
 """
@@ -59,13 +59,11 @@ class Sampler:
         self._work = torch.zeros((2, self._chunk, width))
 
     def sample(self, logits: torch.Tensor, slots: Slots, masks: Masks | None = None) -> Sampled:
-        """logits: [S, vocab], any float dtype and device, row i of slot slots[i]; masks: see `engine.ports.Masks`.
+        """logits: [S, vocab] on the CPU, any float dtype, row i of slot slots[i]; masks: see `engine.ports.Masks`.
 
         Never raises for one row's sake: should the whole fail, each row is tried alone and only those that fail again
-        have faults. It does raise what a device says when it is asked for the logits: then no row has any. The rows'
-        lengths tell the position of the token to draw; nothing is appended to them.
+        have faults. The rows' lengths tell the position of the token to draw; nothing is appended to them.
         """
-        logits = logits.cpu()
         try:
             return self._sample(logits, slots, masks or {})
         except Exception as error:
@@ -84,15 +82,21 @@ class Sampler:
     ) -> list[TokenLogprobs]:
         """What the rows of hidden [R, hidden] give to token_ids [R], with `num_top` alternatives each.
 
+        head: [R, hidden] -> [R, vocab] on the CPU. Another device is asked for as many rows at a time as a step samples
+        at most, since each time it reads all of the head's weights, and is waited for.
+
         Raises `ValueError` with words for the client where a row has no finite maximum.
         """
         found: list[TokenLogprobs] = []
-        for start in range(0, len(token_ids), self._chunk):
-            ids = token_ids[start : start + self._chunk]
-            x = self._load(head(hidden[start : start + len(ids)]).cpu(), np.arange(len(ids)))
-            if not np.isfinite(x.amax(dim=1).numpy()).all():
-                raise ValueError(NON_FINITE)
-            found += token_logprobs(x, self._work[:, : len(x)], ids, np.full(len(ids), num_top))
+        most = self._chunk if hidden.is_cpu else self.rows.max_num_seqs
+        for first in range(0, len(token_ids), most):
+            logits = head(hidden[first : first + most])
+            for start in range(0, len(logits), self._chunk):
+                ids = token_ids[first + start : first + min(start + self._chunk, len(logits))]
+                x = self._load(logits, np.arange(start, start + len(ids)))
+                if not np.isfinite(x.amax(dim=1).numpy()).all():
+                    raise ValueError(NON_FINITE)
+                found += token_logprobs(x, self._work[:, : len(x)], ids, np.full(len(ids), num_top))
         return found
 
     def _sample(self, logits: torch.Tensor, slots: Slots, masks: Masks) -> Sampled:

@@ -2,6 +2,7 @@
 engines with the batches' copy, the kernels and the attention that serve a GPU."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,12 +105,38 @@ def test_what_serves_a_gpu_gives_the_same_tokens(
     assert Engine(loaded, chunk=7, link=LateDevice(2)).run(PROMPTS[:1], GREEDY)[0].token_ids == expected[0].token_ids
 
 
-def test_logits_that_the_device_lost_are_nobody_in_particulars_fault() -> None:
+def test_logits_that_the_device_lost_are_nobody_in_particulars_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step's logits that cannot be fetched end the engine, rather than fail its requests one by one for ever."""
+    device = LateDevice()
+    engine = Engine(Loaded.load(tiny_models.build(tmp_path), torch.float32, 128), link=device)
+    fetch = device.fetch
 
-    class Lost:
-        def cpu(self):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    def lost(source: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if source.dim() == 1:
+            return fetch(source)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    monkeypatch.setattr(device, "fetch", lost)
+    monkeypatch.setattr(ops, "draw", static_kernels.draw)
+    assert engine.run(PROMPTS[:1], GREEDY)[0].finish_reason == "length"
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        Sampler(RequestRows(2, 16, 2), 40, ()).sample(Lost(), np.arange(2))
+        engine.run(PROMPTS, replace(GREEDY, logprobs=1))
+
+
+@pytest.mark.parametrize(("device", "asked"), [(CPU, [52, 48]), (META, [100])])
+def test_a_device_is_asked_for_many_rows_of_a_prompt_at_a_time(device: torch.device, asked: list[int]) -> None:
+    """Each time it reads the head's weights once more, and everybody waits for it."""
+    logits, counts = torch.randn(100, 40_000), []
+    sampler = Sampler(RequestRows(256, 16, 2), 40_000, ())
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        counts.append(len(hidden))
+        return logits[sum(counts[:-1]) : sum(counts)]
+
+    ids = np.arange(100)
+    found = sampler.score(torch.empty(100, 8, device=device), head, ids, 0)
+    assert counts == asked and len(found) == 100
+    expected = torch.log_softmax(logits, 1)[ids, ids]
+    torch.testing.assert_close(torch.tensor([each.logprob for each in found]), expected, atol=1e-5, rtol=0)
