@@ -130,7 +130,7 @@ def _half(kind: LayerKV, format: KVFormat, page: int, block_bytes: int, width: i
 @dataclass(frozen=True)
 class Launch:
     """How many lines a tile has, how many warps share it, and Triton's number of stages: with 5, K and V of two tiles
-    are on their way while one is computed, with 3 of one."""
+    are on their way while one is computed, with 3 of one, with 1 of none."""
 
     lines: int
     warps: int
@@ -145,8 +145,8 @@ class Launch:
         return queries + (self.stages + 1) // 2 * stored + made + 1024
 
 
-DECODE = Launch(64, 4, 5), Launch(64, 4, 3)
-PREFILL = Launch(128, 8, 5), Launch(128, 8, 3), Launch(64, 4, 3)
+DECODE = Launch(64, 4, 5), Launch(64, 4, 3), Launch(64, 4, 1)
+PREFILL = Launch(128, 8, 5), Launch(128, 8, 3), Launch(64, 4, 3), Launch(64, 4, 1)
 """Best first. A row's sums are made in the same order in all of them: each warp has 16 lines."""
 
 

@@ -43,7 +43,7 @@ def _rows_of(
 
 @triton.jit(
     do_not_specialize=["table_stride", "window", "first", "places", "splits"],
-    do_not_specialize_on_alignment=["tables"],
+    do_not_specialize_on_alignment=["tables", "starts", "lengths"],
 )
 def attend_splits(
     q: tl.tensor,
@@ -127,7 +127,9 @@ def _load_state(
     return most, weight, sums
 
 
-@triton.jit(do_not_specialize=["window", "first", "places", "splits"])
+@triton.jit(
+    do_not_specialize=["window", "first", "places", "splits"], do_not_specialize_on_alignment=["starts", "lengths"]
+)
 def merge_splits(
     states: tl.tensor,
     starts: tl.tensor,

@@ -21,7 +21,10 @@ def _sequence_of(tile: tl.tensor, starts: tl.tensor, sequences: tl.tensor, TOKEN
     return low
 
 
-@triton.jit(do_not_specialize=["table_stride", "sequences", "window"], do_not_specialize_on_alignment=["tables"])
+@triton.jit(
+    do_not_specialize=["table_stride", "sequences", "window"],
+    do_not_specialize_on_alignment=["tables", "starts", "lengths"],
+)
 def attend_rows(
     q: tl.tensor,
     q_stride: tl.tensor,

@@ -42,6 +42,8 @@ PROGRAMS = 1024
 """How many should share the passes over whole rows."""
 CHUNKS = 128
 """By how many a row is shared at most: tiles of the largest vocabulary."""
+COLUMNS = ["temperature", "top_k", "top_p", "min_p", "seeds", "choices", "positions"]
+"""What rows are drawn by."""
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -64,7 +66,7 @@ def _find_maxima(
         tl.store(maxima + row * WIDTH + group, tl.max(tl.where(x == x, x, INFINITY), 1), group < groups)
 
 
-@triton.jit(do_not_specialize=["tiles", "chunks"])
+@triton.jit(do_not_specialize=["tiles", "chunks"], do_not_specialize_on_alignment=COLUMNS)
 def _measure(
     logits: tl.tensor,
     stride: tl.tensor,
@@ -113,7 +115,7 @@ def _measure(
                 tl.store(winners + out, best_of(best, winner))
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=COLUMNS)
 def _finish(
     logits: tl.tensor,
     stride: tl.tensor,

@@ -155,6 +155,22 @@ def load_codes(
 
 
 @triton.jit
+def load_of_groups(
+    at: tl.tensor, there: tl.tensor, HALF: tl.constexpr, GROUPS: tl.constexpr, MASKED: tl.constexpr
+) -> tl.tensor:
+    """fp16 at `at`, [tile, GROUPS], of which there are HALF.scales -> fp32; 0 where none is. A mask keeps loads from
+    being on their way while others are computed: where all are there, it is none."""
+    inside = (tl.arange(0, GROUPS) < HALF.scales)[None, :]
+    if MASKED:
+        x = tl.load(at, mask=there[:, None] & inside, other=0.0)
+    elif HALF.scales != GROUPS:
+        x = tl.load(at, mask=inside, other=0.0)
+    else:
+        x = tl.load(at)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def load_numbers(
     codes: tl.tensor,
     scales: tl.tensor,
@@ -172,18 +188,19 @@ def load_numbers(
         TILE: tl.constexpr = SHAPE.tile
         WIDTH: tl.constexpr = SHAPE.width
         GROUPS: tl.constexpr = WIDTH // 32
-        group = tl.arange(0, GROUPS)
-        at = (scales + block * SHAPE.words + slot)[:, None] + group[None, :] * SHAPE.page
-        keep = there[:, None] & (group < HALF.scales)[None, :]
-        scale = tl.load(at, mask=keep, other=0.0).to(tl.float32)[:, :, None]
-        zero = tl.load(at + HALF.zeros, mask=keep, other=0.0).to(tl.float32)[:, :, None]
-        x = tl.reshape(x, (TILE, GROUPS, 16))
-        pairs = tl.join(low_int4(x) * scale + zero, high_int4(x) * scale + zero)
+        at = (scales + block * SHAPE.words + slot)[:, None] + tl.arange(0, GROUPS)[None, :] * SHAPE.page
+        scale = load_of_groups(at, there, HALF, GROUPS, MASKED)[:, :, None]
+        zero = load_of_groups(at + HALF.zeros, there, HALF, GROUPS, MASKED)[:, :, None]
+        x = tl.reshape(x, (TILE, GROUPS, 16))  # a code has 4 bits and a scale 11: their product needs no rounding
+        pairs = tl.join(tl.fma(low_int4(x), scale, zero), tl.fma(high_int4(x), scale, zero))
         y = rounded(tl.reshape(pairs, (TILE, WIDTH)), SHAPE.number)
     elif HALF.format == "int8":
         y = rounded(float_of_int8(x), SHAPE.number)
     elif HALF.format == "fp8_e4m3":
-        y = rounded(float_of_e4m3(x), SHAPE.number)
+        if not INTERPRETED and tl.target_info.cuda_capability_geq(8, 9):  # which converts by itself, and exactly
+            y = x.to(tl.float8e4nv, bitcast=True).to(SHAPE.number)
+        else:
+            y = rounded(float_of_e4m3(x), SHAPE.number)
     elif HALF.format == "fp8_e5m2":
         y = rounded(float_of_e5m2(x), SHAPE.number)
     else:

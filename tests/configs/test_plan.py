@@ -38,7 +38,7 @@ def question(
 ) -> Question:
     size = gpu or memory
     there = None if size is None else Memory(int(size * GIB), is_gpu=gpu is not None)
-    return Question(Settings(**{"max_num_seqs": 16, **given}), model, there, ranks)
+    return Question(Settings(**{"max_num_seqs": 16, "max_num_batched_tokens": 512, **given}), model, there, ranks)
 
 
 def plan(*arguments: Any, context: int | None = None, **given: Any) -> Plan:

@@ -183,7 +183,7 @@ def test_none_is_no_value_where_one_is_needed():
         ({"served_model_name": ["a", " "]}, ["--served-model-name", "empty"]),
         ({"served_model_name": {"a": 1}}, ["--served-model-name"]),
         ({"log_level": "loud"}, ["--log-level", "loud", "'debug'"]),
-        ({"max_num_seqs": 600}, ["--max-num-seqs", "--max-num-batched-tokens", "600", "512"]),
+        ({"max_num_seqs": 600, "max_num_batched_tokens": 512}, ["--max-num-batched-tokens", "600", "512"]),
         ({"max_modle_len": 5}, ["max_modle_len", "max_model_len"]),
         ({"zzz": 5}, ["zzz"]),
     ],
@@ -241,3 +241,10 @@ def test_closed_to_the_network_by_default():
     assert Settings(api_key="k").bind_host == "0.0.0.0"
     assert Settings(host="::1", api_key="k").bind_host == "::1"
     assert Settings(host="0.0.0.0").bind_host == "0.0.0.0"
+
+
+def test_a_step_is_larger_on_a_gpu_and_has_room_for_every_sequence() -> None:
+    """Unless it is given."""
+    assert [Settings().step_tokens(is_gpu) for is_gpu in (False, True)] == [512, 2048]
+    assert [Settings(max_num_seqs=600).step_tokens(is_gpu) for is_gpu in (False, True)] == [600, 2048]
+    assert [Settings(max_num_batched_tokens=256).step_tokens(is_gpu) for is_gpu in (False, True)] == [256, 256]

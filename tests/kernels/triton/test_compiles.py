@@ -42,6 +42,10 @@ class AbsentGPU:
         return GPUTarget("cuda", self.capability, 32)
 
 
+SHARED = {80: 166912, 90: 232448, 100: 232448}
+"""Bytes that a program may have, by compute capability."""
+
+
 @pytest.fixture(params=[90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)])
 def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
     """Kernels that were launched, compiled for compute capability 9.0 (H100, H200), 8.0 (A100), 10.0 (B200)."""
@@ -53,7 +57,11 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: functools.partial(launch, kernel, grid))
     monkeypatch.setattr(driver, "_active", AbsentGPU(request.param))
+    for module in (attention, linear):
+        monkeypatch.setattr(module, "shared_bytes_of", lambda device: SHARED[request.param])
+    attention.launch_of.cache_clear()
     yield compiled
+    attention.launch_of.cache_clear()
 
 
 def spilled(kernel: Any, folder: Path) -> int:
@@ -197,16 +205,18 @@ def attend(
     skip: int = 0,
     **asked: Any,
 ) -> attention.Shape:
-    """One row of a sequence and many of another: all kernels that there are. width: of tables that begin `skip` numbers
-    behind the start of their memory."""
+    """First a row of each of two sequences, as plain decode has them; then one and many: all kernels that there are.
+    width: of tables that begin `skip` numbers behind the start of their memory."""
     kind = LayerKV(heads[1], dims, formats[0], value_format=formats[1], static=static)
     spec = KVSpec((kind,), 16, KVOrder.ROWS)
     k, v = (KVTransform(torch.ones(heads[1], dims) if static and each.may_be_static else None) for each in formats)
     pages = LayerPages(torch.empty(4, spec.block_bytes, dtype=torch.uint8), spec, 0, k, v)
     rows = attention.PREFILL_HEADS // heads[0] + 2
     q, tables = empty(rows, heads[0], dims, dtype=dtype), torch.zeros(skip + 2 * width, dtype=torch.int32)[skip:]
-    starts, lengths = torch.tensor([0, 1, rows], dtype=torch.int32), torch.tensor([4000, 4000], dtype=torch.int32)
-    attention.paged_attention(q, pages, tables.view(2, width), starts, lengths, dims**-0.5, **asked)
+    lengths = torch.tensor([4000, 4000], dtype=torch.int32)
+    for count in (2, rows):
+        starts = torch.tensor([0, 1, count], dtype=torch.int32)
+        attention.paged_attention(q[:count], pages, tables.view(2, width), starts, lengths, dims**-0.5, **asked)
     flags = asked.get("window") is not None, asked.get("softcap") is not None
     return attention.shape_of(kind, 16, spec.block_bytes, heads[0], dtype, *flags)
 
@@ -223,6 +233,7 @@ ATTENTION: dict[str, tuple[Callable[[], attention.Shape], int]] = {
     "fp16": (lambda: attend((32, 32), 80, FP16, (F.FP16, F.FP16)), 64),
     "fp32": (lambda: attend((9, 3), 64, FP32, (F.FP32, F.FP32)), 0),
     "fp32, long heads": (lambda: attend((32, 8), 128, FP32, (F.FP32, F.FP32)), 512),
+    "fp32, the longest heads": (lambda: attend((8, 4), 256, FP32, (F.FP32, F.FP32)), 1024),
 }
 """With the bytes of a thread's stack that are borne on capability 9.0: of sums of all splits, read and written once a
 split, and in tiles that some lines do not see to the end."""
@@ -249,16 +260,19 @@ def test_attention_compiles(name: str, launched: list[Any], tmp_path: Path) -> N
     more memory than `launch_of` reckons with."""
     make, borne = ATTENTION[name]
     shape = make()
-    kernels = {kernel.metadata.name: kernel for kernel in launched}
     assert all(spilled(kernel, tmp_path) <= borne for kernel in launched if kernel.metadata.target.arch == 90)
-    for kernel, launch in (
-        (kernels["attend_splits"], attention.DECODE[0]),
-        (kernels["attend_rows"], attention.PREFILL[0]),
-    ):
-        ptx = kernel.asm["ptx"]
-        assert "cp.async.cg.shared.global" in ptx and re.search(r"cp\.async\.wait_group\s+[1-9]", ptx)
+    products = [kernel for kernel in launched if kernel.metadata.name in ("attend_splits", "attend_rows")]
+    assert len(products) == 3
+    for kernel in products:
+        among = attention.PREFILL if kernel.metadata.name == "attend_rows" else attention.DECODE
+        ptx, launch = kernel.asm["ptx"], attention.launch_of(shape, among, torch.device("cpu"))
+        arch = kernel.metadata.target.arch
+        assert kernel.metadata.shared <= launch.shared_bytes(shape) <= SHARED[arch]
         assert "wgmma.mma_async" in ptx or "mma.sync" in ptx or "tcgen05.mma" in ptx
-        assert kernel.metadata.shared <= launch.shared_bytes(shape)
+        if launch.stages > 1:
+            assert "cp.async.cg.shared.global" in ptx and re.search(r"cp\.async\.wait_group\s+[1-9]", ptx)
+        if "fp8_e4m3" in (shape.k.format, shape.v.format):  # two at a time, not each in a dozen instructions
+            assert ("cvt.rn.f16x2.e4m3x2" in ptx) == (arch >= 89)
 
 
 # ------------------------------------------------------------------ linear layers
