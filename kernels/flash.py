@@ -334,6 +334,6 @@ def _function(module: ModuleType, name: str, needed: tuple[str, ...]) -> Callabl
 
 
 CANDIDATES = (
-    Candidate("paged_attention", FLASH_3, offer_3, refuses_formats, BACKEND, on_request=True, gpu_only=True),
-    Candidate("paged_attention", FLASH_2, offer_2, refuses_formats, BACKEND, on_request=True, gpu_only=True),
+    Candidate("paged_attention", FLASH_3, offer_3, refuses_formats, BACKEND, on_request=True, device="cuda"),
+    Candidate("paged_attention", FLASH_2, offer_2, refuses_formats, BACKEND, on_request=True, device="cuda"),
 )

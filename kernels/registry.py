@@ -34,6 +34,8 @@ KVFormats = tuple[KVFormat, KVFormat]
 
 AUTO = "auto"
 """The backend that people name who leave the choice to `choose`."""
+DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
+"""Types of devices, as people read them."""
 INVARIANT = "batch-invariant"
 """The backend of linear layers that give a row the same bits in any company on a GPU too (`--batch-invariant`)."""
 
@@ -53,11 +55,6 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Elsewhere(Refused):
-    """The candidate is for other machines: nobody misses it here."""
-
-
-@dataclass(frozen=True)
 class Candidate:
     """One implementation of one op."""
 
@@ -72,7 +69,9 @@ class Candidate:
     """To which of the backends it belongs that people may name; of an op for which they may name none: None."""
     on_request: bool = False
     """It serves only where its backend is named."""
-    gpu_only: bool = False
+    device: str | None = None
+    """The only type of device that it is for: "cpu", "cuda"; on others it is not asked, and nobody misses it. None: on
+    any."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Choice:
     refused: tuple[tuple[str, str], ...]
     """(name, reason) of each other candidate, in order of preference."""
     better: tuple[tuple[str, str], ...]
-    """(name, reason) of each candidate for such machines that would have been preferred, had it not refused."""
+    """(name, reason) of each candidate for such devices that would have been preferred, had it not refused."""
 
     def __str__(self) -> str:
         others = "; ".join(f"{name}: {reason}" for name, reason in self.refused)
@@ -134,7 +133,7 @@ def choose_among(
         offer = _offer(candidate, device, dtype, formats, backend)
         if isinstance(offer, Refused):
             refused.append((candidate.name, offer.reason))
-            if chosen is None and not isinstance(offer, Elsewhere):
+            if chosen is None and candidate.device in (None, device):
                 better.append(refused[-1])
         elif chosen is None:
             chosen = candidate.name, offer.function
@@ -156,8 +155,8 @@ def _offer(
 ) -> Accepted | Refused:
     if backend not in (AUTO, candidate.backend):
         return Refused(named(backend))
-    if candidate.gpu_only and device == "cpu":
-        return Elsewhere("runs on a GPU, not on cpu")
+    if candidate.device not in (None, device):
+        return Refused(f"runs on {DEVICES[candidate.device]}, not on {device}")
     if backend == AUTO and candidate.on_request:
         return Refused(f"on request only ({named(str(candidate.backend))})")
     offer = candidate.offer(device, dtype)

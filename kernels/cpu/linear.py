@@ -257,8 +257,6 @@ def keep_onednn_from_amx() -> None:
 
 
 def _offer_onednn(device: str, dtype: torch.dtype) -> Accepted | Refused:
-    if device != "cpu":
-        return Refused(f"runs on the CPU, not on {device}")
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return Refused("this torch was built without oneDNN")
     keep_onednn_from_amx()  # before the next question but one: it is a use of oneDNN already
@@ -279,6 +277,6 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 CANDIDATES = (
     *native_candidates("pack_linear", "linear", ISAS, NativePacker),
-    Candidate("pack_linear", "oneDNN", _offer_onednn),
+    Candidate("pack_linear", "oneDNN", _offer_onednn, device="cpu"),
     *native_candidates("pack_coded_linear", "linear", ISAS, NativeCodePacker),
 )

@@ -35,6 +35,7 @@ def native_candidates(
             _offer(entry, isa, isas, make),
             functools.partial(refuses, isa) if refuses else None,
             backend="cpu",
+            device="cpu",
         )
         for isa in used
     )
@@ -44,8 +45,6 @@ def _offer(
     entry: str, isa: str, isas: Mapping[torch.dtype, tuple[str, ...]], make: Make
 ) -> Callable[[str, torch.dtype], Accepted | Refused]:
     def offer(device: str, dtype: torch.dtype) -> Accepted | Refused:
-        if device != "cpu":
-            return Refused(f"runs on the CPU, not on {device}")
         if isa not in isas.get(dtype, ()):
             return Refused(f"does not compute in {str(dtype).removeprefix('torch.')}")
         native = library.load()

@@ -143,13 +143,11 @@ def native_copy(native: NativeLibrary) -> NativeCopy:
 
 def _offer_copy(device: str, dtype: torch.dtype) -> Accepted | Refused:
     """Bits move: one entry serves all instruction sets and dtypes."""
-    if device != "cpu":
-        return Refused(f"runs on the CPU, not on {device}")
     native = library.load()
     return Refused(library.refusal() or "not loaded") if native is None else Accepted(native_copy(native))
 
 
 CANDIDATES = (
     *native_candidates("store_kv", "store_kv", ISAS, native_store),
-    Candidate("copy_blocks", "C++", _offer_copy),
+    Candidate("copy_blocks", "C++", _offer_copy, device="cpu"),
 )

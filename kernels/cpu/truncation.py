@@ -43,12 +43,10 @@ class NativeDraw:
 
 def _offer(device: str, dtype: torch.dtype) -> Accepted | Refused:
     """Most of the work is scalar: one entry serves all instruction sets."""
-    if device != "cpu":
-        return Refused(f"runs on the CPU, not on {device}")
     native = library.load()
     if native is None:
         return Refused(library.refusal() or "not loaded")
     return Accepted(NativeDraw(native.function("draw_truncated", _DRAW_TRUNCATED, ctypes.c_int32)))
 
 
-CANDIDATES = (Candidate("draw_truncated", "C++", _offer),)
+CANDIDATES = (Candidate("draw_truncated", "C++", _offer, device="cpu"),)

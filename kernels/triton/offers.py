@@ -67,7 +67,7 @@ def _candidates(
             function: Callable[..., Any] = getattr(importlib.import_module(f"kernels.triton.{module}"), op)
             return Accepted(function)
 
-        return Candidate(op, NAME, offer, backend=backend, on_request=on_request, gpu_only=True)
+        return Candidate(op, NAME, offer, backend=backend, on_request=on_request, device="cuda")
 
     return tuple(candidate(op) for op in ops)
 

@@ -116,7 +116,8 @@ def test_reasons_are_said_once() -> None:
 def test_the_start_up_block_says_who_computes_what(monkeypatch, library: FlashLibrary) -> None:
     library.install(monkeypatch, 2)
     said = attention_in_words(layout(16), H200, "flash-attn")
-    assert said.startswith("flash-attn 2 (not C++ AMX bf16, ") and ": --attention-backend flash-attn; " in said
+    assert said.startswith("flash-attn 2 (not flash-attn 3: flash_attn_interface is not installed")
+    assert "C++" not in said, "nobody misses the CPU's kernels"
     others = attention_backends._choice(H200, (KVFormat.BF16,) * 2, "auto").name
     assert said.endswith(
         f"; it computes prompts of which nothing is cached, and {others} all else, since it reads pages of a multiple "
@@ -124,7 +125,7 @@ def test_the_start_up_block_says_who_computes_what(monkeypatch, library: FlashLi
     )
     assert "prompts" not in attention_in_words(layout(256), H200, "flash-attn")
     auto = attention_in_words(layout(16), H200, "auto")
-    assert "flash-attn 3, flash-attn 2: on request only (--attention-backend flash-attn)" in auto
+    assert "flash-attn 3, flash-attn 2: on request only (--attention-backend flash-attn)" in auto and "C++" not in auto
     assert "flash" not in attention_in_words(layout(16, KVFormat.FP32), CPU, "cpu")
 
 

@@ -74,6 +74,23 @@ def test_some_serve_only_where_their_backend_is_named():
     assert choose_among(asked, "op", "cpu", torch.float32, backend="s").function is max
 
 
+@pytest.mark.parametrize(("here", "there"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_nobody_misses_what_is_for_other_devices(here, there):
+    """It is not even asked; what is for this device is missed."""
+    asked = [
+        Candidate("op", "strange", lambda *_: pytest.fail("asked"), backend="s", device=there),
+        Candidate("op", "quick", lambda *_: Refused("too old"), device=here),
+        Candidate("op", "plain", lambda *_: Accepted(len), backend="p"),
+    ]
+    where = {"cpu": "the CPU", "cuda": "a GPU"}[there]
+    choice = choose_among(asked, "op", here, torch.float32)
+    assert choice.refused == (("strange", f"runs on {where}, not on {here}"), ("quick", "too old"))
+    assert choice.function is len and choice.better == (("quick", "too old"),)
+    assert choose_among(asked, "op", here, torch.float32, backend="p").better == (("quick", "--attention-backend p"),)
+    with pytest.raises(NoImplementation, match=f"runs on {where}, not on {here}"):
+        choose_among(asked, "op", here, torch.float32, backend="s")
+
+
 def test_nobody_accepts():
     with pytest.raises(NoImplementation, match=r"nothing implements op on cuda in torch.int8 \(only: not there\)"):
         choose_among([candidate("only", Refused("not there"))], "op", "cuda", torch.int8)
