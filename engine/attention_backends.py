@@ -1,22 +1,22 @@
 """--attention-backend against what this machine and this model allow: refusals, and words for people.
 
-the flag ─┐
-device ───┼─> check ─> a StartupError before weights are read, or nothing
-model ────┘   attention_in_words, backend_verdicts ─> the start-up block, the doctor
+flags ──┐
+device ─┼─> check_backend ─> a StartupError before weights are read, or nothing
+model ──┘   attention_in_words, backend_verdicts ─> the start-up block, the doctor
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import get_args
 
 from configs.kv import KVLayout
-from configs.kv_flags import PLAIN, kv_layers, pair_name
+from configs.kv_flags import kv_formats, kv_layers, pair_name
 from configs.model import SizedConfig
 from configs.setting_types import write_size
 from configs.settings import Settings
 from engine.device import Device
 from engine.errors import StartupError
 from kernels import flash
-from kernels.registry import AUTO, Choice, KVFormats, NoImplementation, choose, named
+from kernels.registry import AUTO, Choice, KVFormats, NoImplementation, Refused, choose, named
 
 USUAL_PAGE = 16
 """Tokens: what larger pages are compared with."""
@@ -27,31 +27,41 @@ BACKENDS: tuple[str, ...] = tuple(
 
 def check_backend(settings: Settings, device: Device, config: SizedConfig | None = None) -> None:
     """Raises `StartupError` where the backend that --attention-backend names cannot serve the model or, where that is
-    not known, any that keeps K and V in its own format."""
-    backend, plain = settings.attention_backend, PLAIN[device.dtype_name]
+    not known (None), a cache in the format that `settings` name."""
+    backend = settings.attention_backend
+    served = _served(settings, device, config, backend)
+    if isinstance(served, Refused):
+        instead = backend_verdicts(settings, device, config)[AUTO]
+        raise StartupError(
+            f"{named(backend)} cannot serve here: {served.reason}. Leave it at auto, and {instead} serves."
+        )
+
+
+def backend_verdicts(settings: Settings, device: Device, config: SizedConfig | None = None) -> dict[str, str]:
+    """Of each backend that may be named, whatever `settings` name: who would serve, or why nobody. config: as above."""
+    found = {}
+    for backend in (AUTO, *BACKENDS):
+        served = _served(settings, device, config, backend)
+        found[backend] = f"not here ({served.reason})" if isinstance(served, Refused) else ", ".join(served)
+    return found
+
+
+def _served(settings: Settings, device: Device, config: SizedConfig | None, backend: str) -> Iterable[str] | Refused:
+    """Who computes attention over each of the formats that layers are kept in; each once."""
     layers = () if config is None else kv_layers(settings, config, device.dtype_name)
-    for formats in dict.fromkeys(layer.formats for layer in layers) or [(plain, plain)]:
-        try:
-            _choice(device, formats, backend)
-        except NoImplementation as error:
-            raise _refusal(device, backend, _reasons(error, backend)) from error
+    formats = dict.fromkeys(layer.formats for layer in layers) or [kv_formats(settings, device.dtype_name)]
+    try:
+        served = dict.fromkeys(_choice(device, each, backend).name for each in formats)
+    except NoImplementation as error:
+        return Refused(grouped([(name, reason) for name, reason in error.refused if reason != named(backend)]))
     for number, layer in enumerate(layers if backend == flash.BACKEND else ()):
         if reason := flash.refuses_layer(layer, config is not None and config.has_sinks):
-            raise _refusal(device, backend, f"{backend} {reason} (layer {number} of this model)")
-
-
-def _refusal(device: Device, backend: str, reasons: str) -> StartupError:
-    plain = PLAIN[device.dtype_name]
-    instead = _choice(device, (plain, plain), AUTO).name
-    return StartupError(f"{named(backend)} cannot serve here: {reasons}. Leave it at auto, and {instead} serves.")
+            return Refused(f"{backend} {reason} (layer {number} of this model)")
+    return served
 
 
 def _choice(device: Device, formats: KVFormats, backend: str) -> Choice:
     return choose("paged_attention", device.place.type, device.dtype, formats, backend)
-
-
-def _reasons(error: NoImplementation, backend: str) -> str:
-    return grouped([(name, reason) for name, reason in error.refused if reason != named(backend)])
 
 
 def grouped(refused: Sequence[tuple[str, str]]) -> str:
@@ -100,15 +110,3 @@ def cost_of_pages(layout: KVLayout) -> str:
         f"average, {size} (with pages of {USUAL_PAGE} tokens {usual}); requests that begin alike share whole pages, "
         f"and copy up to {layout.block_size - 1} tokens that they have in common beyond"
     )
-
-
-def backend_verdicts(device: Device) -> dict[str, str]:
-    """Of each backend that may be named: what would serve here with the model's own format of K and V, or why not."""
-    plain = PLAIN[device.dtype_name]
-    found = {AUTO: _choice(device, (plain, plain), AUTO).name}
-    for backend in BACKENDS:
-        try:
-            found[backend] = _choice(device, (plain, plain), backend).name
-        except NoImplementation as error:
-            found[backend] = f"not here ({_reasons(error, backend)})"
-    return found

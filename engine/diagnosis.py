@@ -77,7 +77,7 @@ def diagnose(settings: Settings) -> Diagnosis:
     found.add("machine", lambda: machine(device))
     found.add("versions", versions)
     found.add("kernels", lambda: kernels(device, found.problems))
-    found.add("attention", lambda: backend_verdicts(device))
+    found.add("attention", lambda: attention(settings, device))
     found.add("model and KV cache", lambda: model(settings, device))
     found.add("Hugging Face Hub", hub)
     found.add("self-test", lambda: self_test(device, found.problems, backend=linear_backend(settings, device)))
@@ -183,6 +183,16 @@ def _all_ops() -> Iterable[str]:
 
 
 # ------------------------------------------------------------------ model
+def attention(settings: Settings, device: Device) -> dict[str, str]:
+    """The verdict on each backend, for the model if it is here. If that cannot be served `model` says why."""
+    try:
+        source = find(settings)
+        config = None if source is None else read_config(source.path, settings.trust_remote_code)
+        return backend_verdicts(settings, device, config)
+    except StartupError:
+        return backend_verdicts(settings, device)
+
+
 def model(settings: Settings, device: Device) -> dict[str, str]:
     """The KV cache that would be chosen now. Raises `StartupError` for a model that is here and cannot be served."""
     source = find(settings)

@@ -93,6 +93,12 @@ def test_a_model_that_flash_attn_cannot_serve(tmp_path: Path, monkeypatch, libra
     assert "flash-attn takes heads of a multiple of 8 dims up to 256, not of 12 (layer 0 of this model). Leave" in said
 
 
+def test_the_caches_format_is_looked_at_where_no_model_is_known(monkeypatch, library: FlashLibrary) -> None:
+    library.install(monkeypatch, 2)
+    said = refusal(H200, attention_backend="flash-attn", kv_cache_dtype="int8")
+    assert "flash-attn 2: reads pages in bfloat16, not in int8." in said
+
+
 def test_sinks_are_known_before_weights_are_read(tmp_path: Path, monkeypatch, library: FlashLibrary) -> None:
     library.install(monkeypatch, 3)
     for name, words in (("gpt_oss", "flash-attn has no attention sinks (layer 0 of this model)"), ("gemma2", None)):
@@ -169,15 +175,45 @@ def test_the_cost_stands_in_the_start_up_block_where_it_was_asked_for(tmp_path, 
 
 
 def test_the_doctor_lists_each_backend_with_its_verdict(monkeypatch, library: FlashLibrary) -> None:
-    found = backend_verdicts(CPU)
+    found = backend_verdicts(Settings(), CPU)
     assert list(found) == ["auto", *BACKENDS]
     assert found["cpu"] == found["auto"] and found["reference"] == reference.NAME
     assert found["flash-attn"] == "not here (flash-attn 3, flash-attn 2: runs on a GPU, not on cpu)"
-    found = backend_verdicts(H200)
+    found = backend_verdicts(Settings(), H200)
     assert found["cpu"].startswith("not here (C++ AMX bf16") and "flash_attn is not installed" in found["flash-attn"]
     library.install(monkeypatch, 2, 3)
     flash.choose.cache_clear()
-    assert backend_verdicts(H200)["flash-attn"] == "flash-attn 3"
+    assert backend_verdicts(Settings(), H200)["flash-attn"] == "flash-attn 3"
+
+
+def test_verdicts_know_the_caches_format_and_the_model(tmp_path: Path, monkeypatch, library: FlashLibrary) -> None:
+    """Whatever backend is named."""
+    library.install(monkeypatch, 2, 3)
+    words = "not here (flash-attn 3, flash-attn 2: reads pages in bfloat16, not in int8)"
+    llama = read_config(tiny_models.build(tmp_path / "llama"), trust_remote_code=False)
+    for config in (None, llama):
+        settings = Settings(kv_cache_dtype_v="int8", attention_backend="reference")
+        found = backend_verdicts(settings, H200, config)
+        assert (found["flash-attn"], found["reference"]) == (words, reference.NAME)
+        assert backend_verdicts(Settings(), H200, config)["flash-attn"] == "flash-attn 3"
+    odd = read_config(tiny_models.build(tmp_path / "odd", tiny_models.TinyModel(head_dim=12)), trust_remote_code=False)
+    found = backend_verdicts(Settings(), H200, odd)
+    assert found["flash-attn"].startswith("not here (flash-attn takes heads of a multiple of 8 dims up to 256, not of")
+    others = backend_verdicts(Settings(), H200)
+    assert all(found[name] == others[name] for name in found.keys() - {"flash-attn"})
+
+
+def test_verdicts_name_everybody_who_would_serve(tmp_path: Path, monkeypatch) -> None:
+    """A model whose windowed layers are not quantised."""
+    config = read_config(tiny_models.build(tmp_path, tiny_models.VARIANTS["gemma3"]), trust_remote_code=False)
+    served = {KVFormat.INT8: "one", KVFormat.FP32: "another"}
+
+    def choose(device: Device, formats: tuple[KVFormat, KVFormat], backend: str) -> Choice:
+        return Choice("op", "cpu", torch.float32, served[formats[0]], len, (), ())
+
+    monkeypatch.setattr(attention_backends, "_choice", choose)
+    found = backend_verdicts(Settings(kv_cache_dtype="int8"), CPU, config)
+    assert set(found["auto"].split(", ")) == {"one", "another"}
 
 
 # ------------------------------------------------------------------ in an engine

@@ -7,6 +7,7 @@ import psutil
 import pytest
 import tiny_models
 import torch
+from flash_library import on_a_gpu
 from smollm2 import smollm2_gguf
 
 from configs.kv import KVFormat
@@ -15,7 +16,7 @@ from configs.settings import Settings
 from configs.version import VERSION
 from engine import LLM, diagnosis
 from engine.device import GPU, Device, NoGPU
-from engine.diagnosis import Diagnosis, diagnose, hub, kernels, machine, model, self_test, versions
+from engine.diagnosis import Diagnosis, attention, diagnose, hub, kernels, machine, model, self_test, versions
 from engine.errors import StartupError
 from engine.kv_scales import KVScales
 from engine.model.registry import read_config
@@ -136,6 +137,24 @@ def test_a_backend_that_would_not_serve(name: str | None, tiny: Path) -> None:
     flags = {"model": name or str(tiny), "attention_backend": "flash-attn"}
     with pytest.raises(StartupError, match=r"^--attention-backend flash-attn cannot serve here: "):
         model(Settings(**flags), CPU)
+
+
+def test_verdicts_are_on_the_model_that_is_looked_at(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sinks, which flash-attn has not; of one that cannot be served another section says why."""
+    sinks = tiny_models.build(tmp_path, tiny_models.FALLBACKS["gpt_oss"])
+    unfit = {"model": str(tiny), "kv_cache_dtype_skip_layers": ("9",), "kv_cache_dtype": "int8"}
+    h200 = Device.find(Settings(), lambda: GPU("NVIDIA H200", (9, 0), 2**37, 2**37, has_bfloat16=True))
+    with on_a_gpu(monkeypatch) as library:
+        library.install(monkeypatch, 3)
+        for given, words in (
+            ({"model": str(tiny)}, "flash-attn 3"),
+            ({"model": str(sinks)}, "not here (flash-attn has no attention sinks (layer 0 of this model))"),
+            ({"model": "/nowhere/x.gguf"}, "flash-attn 3"),
+            (unfit, "not here (flash-attn 3: reads pages in bfloat16, not in int8; flash-attn 2: "),
+        ):
+            assert attention(Settings(**given), h200)["flash-attn"].startswith(words)
 
 
 def test_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
