@@ -181,7 +181,3 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 if not 0 <= token < size:
                     message = f"{name} holds token id {shown(token)}; ids of this model are 0 to {size - 1}."
                     raise InvalidRequest(message, name, "invalid_value")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0

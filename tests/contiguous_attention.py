@@ -12,8 +12,6 @@ from engine.model.interface import AttentionLayer, ForwardBatch
 class ContiguousAttention:
     """An `AttentionBackend` for steps in which every sequence is computed from its first token."""
 
-    name = "contiguous (test)"
-
     def __init__(self, config: DecoderConfig) -> None:
         self.windows = config.layer_windows
 

@@ -10,7 +10,8 @@ from kernels.ops import HostLengths
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step's rows, flattened: T tokens of B sequences, decode rows first. All filled by `runner/prepare.py`."""
+    """One step's rows, flattened: T tokens of B sequences, decode rows first. Filled by `runner/prepare.py` on a CPU,
+    by `runner/device_inputs.py` on a GPU, by `runner/solo.py` before any request."""
 
     input_ids: torch.Tensor
     """int64 [T]"""
@@ -53,8 +54,6 @@ class AttentionLayer:
 
 class AttentionBackend(Protocol):
     """Attention of a step's queries over the pages, K and V read as they are stored."""
-
-    name: str
 
     def forward(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch

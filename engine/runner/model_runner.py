@@ -44,9 +44,10 @@ UNCHANGED = CacheUse()
 
 
 class ModelRunner:
-    """One model on one device. `apply` and `forward` are called in turn, once a step, by one thread.
+    """One model on one device. One thread calls, once a step, `enter`, `copy_blocks` and `forward`, in this order.
 
-    `forward` is the CPU's way. A device that the host runs ahead of is told what to do by `ahead.AheadExecutor`.
+    `forward` is the CPU's way. A device that the host runs ahead of is told by `ahead.AheadExecutor` to copy and to
+    compute, of a step whose rows have entered.
     """
 
     def __init__(
@@ -86,13 +87,9 @@ class ModelRunner:
     def _recorded(self) -> RecordedModel:
         return RecordedModel(self.model, self._builder.largest())
 
-    def apply(self, plan: StepPlan) -> None:
-        """Freed slots, new rows, new blocks, copies: in this order. Without tiers there are no transfers."""
-        self.enter(plan)
-        self.copy_blocks(plan)
-
     def enter(self, plan: StepPlan) -> None:
-        """What the plan does to the rows."""
+        """What the plan does to the rows: freed slots, new rows, new blocks, in this order. Without tiers there are no
+        transfers."""
         assert not plan.transfers, plan.transfers
         for slot in plan.freed_slots:
             self.rows.release(slot)

@@ -28,8 +28,6 @@ See = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor], None]
 class ObservedAttention:
     """`AttentionBackend` that shows what it is given and hands it on."""
 
-    name = "observed"
-
     def __init__(self, inner: AttentionBackend, see: See) -> None:
         self.inner, self.see = inner, see
 

@@ -19,8 +19,6 @@ from kernels import ops
 class RefreshAttention:
     """`AttentionBackend` for the rows of one sequence, all of whose earlier tokens have come through here as well."""
 
-    name = "refresh"
-
     def __init__(
         self, paged: PagedAttention, layout: KVLayout, plain: KVFormat, max_model_len: int, device: torch.device
     ) -> None:

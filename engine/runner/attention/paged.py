@@ -12,8 +12,6 @@ from kernels.registry import AUTO
 class PagedAttention:
     """`AttentionBackend` whose K and V are read from the pool as they are stored, also the step's own."""
 
-    name = "paged"
-
     def __init__(self, store: PagedStore, layout: KVLayout, backend: str = AUTO) -> None:
         """backend: of `ops.paged_attention`."""
         self.store, self.backend = store, backend

@@ -67,7 +67,7 @@ class World:
                 block_ids=[list(range(slot * BLOCKS, (slot + 1) * BLOCKS))] * len(pages),
                 num_computed=0,
             )
-            self.runner.apply(plan([], [], [row]))
+            self.runner.enter(plan([], [], [row]))
             self.runner.forward(plan([slot], [length]))
 
     def step(self, counts: dict[int, int], silent: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
