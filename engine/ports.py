@@ -28,7 +28,12 @@ Masks = dict[int, Sequence[int]]
 
 
 class Grammar(Protocol):
-    """Token masks for constrained sequences, made while the model runs."""
+    """Token masks for constrained sequences, made while the model runs.
+
+    They come too late, and `Executor.sample` raises, for a row that a device has drawn (`runner/ahead.py`) and for a
+    step behind which another was launched. So constrained rows will have to be the host's to draw from admission on,
+    and their steps to be sampled before the next `forward`. Nothing is constrained yet, and nothing sees to that.
+    """
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """Masks of the plan's sampling rows that are constrained, or None."""
