@@ -28,6 +28,8 @@ DTYPES: dict[DType, torch.dtype] = {
 }
 FAST_FLOAT16 = (7, 0)
 """The compute capability from which on products of float16 numbers have units of their own (Volta)."""
+OUT_OF_MEMORY = "out of memory"
+"""Stands in the message of every error for want of a GPU's memory."""
 CGROUP = Path("/sys/fs/cgroup")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of `mallopt`, as in glibc's malloc.h."""
@@ -156,13 +158,20 @@ class Device:
 
     @contextmanager
     def enough_memory(self, doing: str) -> Iterator[None]:
-        """Turns a GPU's lack of memory into a `StartupError`. doing: "loading the weights"."""
+        """Turns a GPU's lack of memory into a `StartupError`. doing: "loading the weights".
+
+        Whoever it is that finds none: torch for tensors and for graphs, Triton for its kernels. Each has an exception
+        of its own; the words are the driver's.
+        """
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            lines = [line for line in str(error).splitlines() if OUT_OF_MEMORY in line]
+            if not lines:
+                raise
             raise StartupError(
                 f"{self.name} has no memory left for {doing}: lower --gpu-memory-utilization, --max-num-seqs or "
-                f"--max-num-batched-tokens, or give a smaller --model ({_words(error).split('. ')[0]})."
+                f"--max-num-batched-tokens, or give a smaller --model ({lines[0].split('. ')[0]})."
             ) from error
 
 

@@ -124,14 +124,27 @@ def test_threads_of_the_cpu_are_set_and_shown() -> None:
         set_threads(before)
 
 
-def test_a_gpu_without_memory_is_a_sentence_that_names_flags() -> None:
-    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.00 GiB"
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"), "CUDA out of memory"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "Triton Error [CUDA]: out of memory"),
+        (torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErr"), "CUDA error: out of memory"),
+    ],
+    ids=["a tensor", "a kernel", "a graph"],
+)
+def test_a_gpu_without_memory_is_a_sentence_that_names_flags(error: RuntimeError, reason: str) -> None:
     with pytest.raises(StartupError) as caught, find(TURING).enough_memory("the weights"):
-        raise torch.OutOfMemoryError(said)
+        raise error
     assert "Tesla T4" in str(caught.value) and "no memory left for the weights" in str(caught.value)
-    assert "--gpu-memory-utilization" in str(caught.value) and str(caught.value).endswith("(CUDA out of memory).")
-    with pytest.raises(RuntimeError, match="something else"), find(TURING).enough_memory("the weights"):
-        raise RuntimeError("something else")
+    assert "--gpu-memory-utilization" in str(caught.value) and str(caught.value).endswith(f" ({reason}).")
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), ValueError("out of memory")):
+        with pytest.raises(type(error)) as caught, find(TURING).enough_memory("the weights"):
+            raise error
+        assert caught.value is error
 
 
 # ------------------------------------------------------------------ the container
