@@ -175,6 +175,12 @@ class Device:
             ) from error
 
 
+def free_unused() -> None:
+    """Gives back to the GPU, if this process uses one, what torch keeps for later of tensors that are gone."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
 # ------------------------------------------------------------------ number formats
 def gpu_dtype(settings: Settings, gpu: GPU) -> tuple[DType, str]:
     """(format, why no better one): bfloat16 in hardware, else float16 where that is fast, else float32."""

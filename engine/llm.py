@@ -12,6 +12,7 @@ from configs.settings import Settings
 from engine.admission import Envelope, admit
 from engine.build import build_core
 from engine.core.loop import EngineCore
+from engine.device import free_unused
 from engine.errors import RequestFailed
 from engine.messages import FinishReason, TextDelta, TokenLogprobs, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -57,7 +58,7 @@ class LLM:
             print(llm.generate("The capital of France is", params)[0].outputs[0].text)
 
     `settings` are the server's flags with underscores (see `octavo serve --help`). Raises `StartupError`. Without
-    `with`, `shutdown` or the last reference's end frees the memory.
+    `with`, `shutdown` frees the memory; so does the last reference's end, but of a GPU's for this process only.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
@@ -116,11 +117,13 @@ class LLM:
         return self._core.events(limit, None)
 
     def shutdown(self) -> None:
-        """Frees the model and the pool: nothing can be generated afterwards. Safe to call twice."""
+        """Frees the model and the pool, a GPU's memory for everybody: nothing can be generated afterwards. Safe to call
+        twice."""
         if self._built is not None:
             self._built.shutdown()
             self._built = None
             gc.collect()
+            free_unused()
 
     @property
     def _core(self) -> EngineCore:

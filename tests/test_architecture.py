@@ -36,6 +36,7 @@ FLOORS: dict[str, set[str]] = {
         "engine.admission",
         "engine.build",
         "engine.core",
+        "engine.device",
         "engine.served_model",
         "engine.source",
         "engine.text",

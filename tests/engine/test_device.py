@@ -140,6 +140,15 @@ def test_a_gpu_without_memory_is_a_sentence_that_names_flags(error: RuntimeError
     assert "--gpu-memory-utilization" in str(caught.value) and str(caught.value).endswith(f" ({reason}).")
 
 
+@pytest.mark.parametrize("is_used", [True, False])
+def test_what_is_not_used_goes_back_to_a_gpu_that_is_used(is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    device.free_unused()
+    assert calls == ["emptied"] * is_used
+
+
 def test_other_errors_stay_what_they_are() -> None:
     for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), ValueError("out of memory")):
         with pytest.raises(type(error)) as caught, find(TURING).enough_memory("the weights"):

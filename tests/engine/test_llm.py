@@ -153,6 +153,22 @@ def test_the_end_of_a_with_block_frees_the_model(tmp_path: Path) -> None:
             use()
 
 
+def test_a_gpu_gets_the_memory_back_when_model_and_pool_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would keep it for tensors to come. Here the GPU is said to be used, and the runner to be in a cycle."""
+    are_gone = []
+    with LLM(str(tiny_models.build(tmp_path)), dtype="float32", num_gpu_blocks_override=16, num_threads=1) as llm:
+        runner = llm._core._executor.runner
+        kept = weakref.ref(runner.model), weakref.ref(runner.pools[0])
+        runner.itself = runner  # type: ignore[attr-defined]
+        del runner
+        monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.cuda.empty_cache", lambda: are_gone.append([each() is None for each in kept]))
+    llm.shutdown()
+    assert are_gone == [[True, True]]
+
+
 def test_an_interrupted_step_shuts_the_engine_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than go on with parts that are at odds."""
     with LLM(str(tiny_models.build(tmp_path)), dtype="float32", num_gpu_blocks_override=32, num_threads=1) as llm:
