@@ -166,6 +166,7 @@ def test_int8_weights(gpu: Device) -> None:
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_launching_a_step_waits_for_nothing(gpu: Device, tmp_path: Path) -> None:
     """torch raises where the host would wait for the device. (The reference's attention does.)"""
     engine = engine_on(gpu.place, tiny_models.build(tmp_path), gpu.dtype)
@@ -177,8 +178,8 @@ def test_launching_a_step_waits_for_nothing(gpu: Device, tmp_path: Path) -> None
     forward = executor.forward
 
     def unwaiting(plan: object) -> object:
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             return forward(plan)
         finally:
             torch.cuda.set_sync_debug_mode("default")
