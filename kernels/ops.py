@@ -27,6 +27,9 @@ GATES: tuple[Gate, ...] = get_args(Gate)
 LANES = 64
 """Numbers of a row over the vocabulary that `softmax_weights` sums into one; a power of two. Rows are padded to it."""
 
+LARGEST_VOCABULARY = 2**19
+"""Entries of a row that `draw` takes: so many weights of `reference.sampling` sum to 2^62."""
+
 GATED_IS_NOT_WIDE = "sums of a gated weight are no outputs"
 """What each `PackedLinear` says to that (`linear`)."""
 
@@ -408,7 +411,8 @@ def draw(
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """A token for each row of logits [S, V], drawn from what top-k, then top-p, then min-p leave: int64 [S]; -1 where a
-    row has a NaN or no finite maximum. Any row stride, V at most 2^18. For where logits are: nothing waits for a CPU.
+    row has a NaN or no finite maximum. Any row stride, V at most `LARGEST_VOCABULARY`. For where logits are: nothing
+    waits for a CPU.
 
     temperature: fp32 [S], below 1e-5: the lowest token of the maximum; top_k: int32 [S], 0: off; top_p, min_p: fp32
     [S], 1 and 0: off. What is kept is what `draw_truncated` says, but tokens are ordered by their logits. It is drawn
@@ -417,8 +421,8 @@ def draw(
     `reference.sampling`. All implementations draw the same.
     """
     columns = temperature, top_k, top_p, min_p, seeds, choices, positions
-    assert logits.dim() == 2 and 1 <= logits.shape[1] <= 2**18 and _dense(logits), (logits.shape, logits.stride())
-    assert logits.is_floating_point(), logits.dtype
+    assert logits.dim() == 2 and 1 <= logits.shape[1] <= LARGEST_VOCABULARY, logits.shape
+    assert logits.is_floating_point() and _dense(logits), (logits.dtype, logits.stride())
     for column in columns:
         assert column.shape == logits.shape[:1] and column.is_contiguous(), (column.shape, column.stride())
     assert temperature.dtype == top_p.dtype == min_p.dtype == torch.float32, (temperature.dtype, top_p.dtype)

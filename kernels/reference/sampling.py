@@ -21,7 +21,7 @@ LOWEST = -1e30
 LEAST_T = -60.0
 """Weights of this t and less are 0."""
 POINT = 19
-"""Binary digits that a weight has more than a float: 2^18 weights fit 63 bits."""
+"""Binary digits that a weight has more than a float: 2^19 weights of at most 2^43 fit 63 bits."""
 SQRT_HALF = 0x3F3504F3
 """Bits of fp32 sqrt(1/2)."""
 NEAR_ONE = 0.25

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.ops import LARGEST_VOCABULARY
 from kernels.triton.device import PLAIN
 from kernels.triton.gumbel import (
     GREEDY_BELOW,
@@ -40,8 +41,8 @@ CANDIDATES = 1024
 """Tokens of a row that are sorted; a power of two."""
 PROGRAMS = 1024
 """How many should share the passes over whole rows."""
-CHUNKS = 128
-"""By how many a row is shared at most: tiles of the largest vocabulary."""
+CHUNKS = LARGEST_VOCABULARY // TILE
+"""By how many a row is shared at most; a power of two."""
 COLUMNS = ["temperature", "top_k", "top_p", "min_p", "seeds", "choices", "positions"]
 """What rows are drawn by."""
 

@@ -8,6 +8,7 @@ import torch
 from draws import OFF, apart, columns, normal_logits
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from published_models import OTHERS, OURS
 
 from engine.runner.sampling import philox
 from kernels import ops
@@ -68,7 +69,16 @@ def test_weights_are_whole_numbers():
     exact = t.double().exp2() * ONE
     assert ((weights(t) - exact).abs() <= 1 + 1e-6 * exact).all()
     assert weights(torch.tensor([0.0, -1.0, -43.0, -44.0, -1e30])).tolist() == [2**43, 2**42, 1, 0, 0]
-    assert 2**18 * int(weights(torch.zeros(1))) < 2**63 - 1
+
+
+def test_weights_of_the_largest_vocabulary_have_a_sum():
+    even = weights(torch.zeros(1)).expand(ops.LARGEST_VOCABULARY)
+    assert even.sum() == even.cumsum(0)[-1] == ops.LARGEST_VOCABULARY * 2**43 < 2**63
+
+
+def test_published_models_have_no_larger_vocabulary():
+    for name, config in {**OURS, **OTHERS}.items():
+        assert config["vocab_size"] <= ops.LARGEST_VOCABULARY, name
 
 
 # ------------------------------------------------------------------ what is kept
@@ -214,6 +224,7 @@ def test_contracts():
         for bad in (other, column[:2], column.repeat_interleave(2)[::2]):
             with pytest.raises(AssertionError):
                 ops.draw(logits, *good[:place], bad, *good[place + 1 :])
-    for bad_logits in (logits.t().contiguous().t(), logits.long(), logits[:, :0], torch.zeros(1).expand(3, 2**18 + 1)):
+    too_many = torch.zeros(3, ops.LARGEST_VOCABULARY + 1)
+    for bad_logits in (logits.t().contiguous().t(), logits.long(), logits[:, :0], too_many):
         with pytest.raises(AssertionError):
             ops.draw(bad_logits, *good)

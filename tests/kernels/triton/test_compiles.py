@@ -169,6 +169,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "scatter_blocks": lambda: blocks.scatter_blocks(POOL[:4], IDS, POOL),
     **STORES,
     "draw": lambda: sampling.draw(empty(2, 151936, dtype=FP32), *columns(2, [OFF])),
+    "draw, more than 2^18": lambda: sampling.draw(empty(2, 262208, dtype=FP32), *columns(2, [OFF])),
 }
 
 
