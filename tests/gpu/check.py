@@ -53,6 +53,7 @@ SECTIONS = (
     Section("linear", "Linear layers are right", 170, shares=2),
     Section("blocks", "Copies of blocks are right", 120, shares=1),
     Section("sampling", "Draws are right", 170, shares=2),
+    Section("engine", "The engine's answers depend on no company", 170, shares=3),
     Section("ceilings", "Ceilings", 40),
     Section("decode", "Decoding: K and V read", 75),
     Section("prefill", "Prompts: products of attention", 60),

@@ -1,5 +1,6 @@
 """Models of a given shape with random weights, as folders that the engine loads: no network, no tokenizer."""
 
+import fcntl
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +74,17 @@ TINY = Shape(64, 96, 2, 4, 2, 32, 300, window=512)
 
 
 def write(folder: Path, shape: Shape, device: torch.device) -> Path:
-    """Makes the model in `folder`, unless it is there, and returns it. bf16; weights are drawn on `device`."""
-    weights = folder / "model.safetensors"
-    if weights.exists():
-        return folder
+    """Makes the model in `folder`, unless it is there, and returns it. bf16; weights are drawn on `device`. Of several
+    processes one makes it, and the others wait."""
     folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "model.safetensors").exists():
+            _make(folder, shape, device)
+    return folder
+
+
+def _make(folder: Path, shape: Shape, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> torch.Tensor:
@@ -93,5 +100,4 @@ def write(folder: Path, shape: Shape, device: torch.device) -> Path:
     (folder / "config.json").write_text(json.dumps(shape.config))
     partial = folder / "partial"
     save_file(tensors, partial, {"format": "pt"})
-    partial.rename(weights)
-    return folder
+    partial.rename(folder / "model.safetensors")

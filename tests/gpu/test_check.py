@@ -9,17 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
-from gpu import check
+from gpu import check, engines, random_model
 from gpu.bench import Bench, check_error, equal, poisoned
 from gpu.check import Place, Process, Section, run_apart
-from gpu.checks import dispatch
+from gpu.checks import dispatch, engine, offline
 from gpu.checks.offline import covered
+from gpu.engines import MODES
 from gpu.findings import Findings
 
+from engine.messages import Launch
 from kernels.triton import offers
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +52,7 @@ def test_every_section_runs_interpreted_with_few_packages(tmp_path: Path) -> Non
         assert section["lines"] and section["wrong"] == 0, name
     kinds = {name: {line["ok"] for line in section["lines"]} for name, section in sections.items()}
     assert {name for name, kind in kinds.items() if True in kind} == {
-        "attention", "store", "elementwise", "linear", "blocks", "sampling", "offline"
+        "attention", "store", "elementwise", "linear", "blocks", "sampling", "engine", "offline"
     }  # fmt: skip
 
 
@@ -195,6 +199,42 @@ def test_everything_ends_in_eight_minutes() -> None:
     assert all(section.limit < check.LIMIT for section in check.SECTIONS)
     names = [section.name for section in check.SECTIONS]
     assert len(set(names)) == len(names)
+
+
+# ------------------------------------------------------------------ engines
+def test_what_is_compiled_for_checked_engines_serves_timed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They differ in the size of the pool alone, which no kernel is compiled for."""
+    asked: list[dict[str, object]] = []
+
+    def build(launch: Launch, report: object) -> NoReturn:
+        asked.append(dict(launch.settings))
+        raise InterruptedError
+
+    monkeypatch.setattr(engines, "build_core", build)
+    monkeypatch.setattr(engines, "write", lambda folder, shape, device: folder)
+    for share in range(len(MODES)):
+        engine.run(Bench(Findings(), tmp_path, tmp_path, False, share, len(MODES)))
+    assert [each.pop("num_gpu_blocks_override") for each in asked] == [engine.BLOCKS] * len(MODES)
+    checked, asked[:] = list(asked), []
+    offline.run(Bench(Findings(), tmp_path, tmp_path, False))
+    assert asked == checked and len(asked) == len(MODES)
+
+
+def test_one_process_makes_the_model_that_several_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def make(folder: Path, *_: object) -> None:
+        made.append(folder)
+        time.sleep(0.05)
+        (folder / "model.safetensors").touch()
+
+    monkeypatch.setattr(random_model, "_make", make)
+    with ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            pool.submit(random_model.write, tmp_path / "model", random_model.TINY, torch.device("cpu"))
+    assert made == [tmp_path / "model"]
 
 
 # ------------------------------------------------------------------ how it judges

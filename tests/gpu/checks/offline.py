@@ -1,113 +1,28 @@
-"""The whole engine, in this process, on a model of random weights: tokens a second, how long the GPU waits for the
-host, and whether a request's tokens are the same alone and in company.
+"""The whole engine, in this process, on a model of random weights: tokens a second, and how long the GPU waits for the
+host.
 
-The workload is nano-vllm's: 256 requests, prompts and answers of 100 to 1,024 tokens, all at once.
+The workload is nano-vllm's: 256 requests, prompts and answers of 100 to 1,024 tokens, all at once. Whether tokens are
+right is the section `engine`'s question.
 """
 
-import gc
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from random import Random
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from gpu.bench import Bench
-from gpu.random_model import QWEN3_06B, TINY, write
+from gpu.engines import MODES, add, engine, requests, serve
 
-from engine.build import build_core
 from engine.core.loop import EngineCore
-from engine.messages import AddRequest, Launch
-from engine.sampling_params import SamplingParams
 
 TARGET, AIM = 12000, 22000
 """Output tokens a second, on an H200."""
-TOLD = ("attention", "linear", "CUDA graphs", "KV pool", "answers")
-"""Lines of the start-up block that belong to the figures."""
-MODES: dict[str, dict[str, Any]] = {
-    "with CUDA graphs": {},
-    "--enforce-eager": {"enforce_eager": True},
-    "--batch-invariant": {"batch_invariant": True},
-}
 
 
 def run(bench: Bench) -> None:
-    folder = write(bench.scratch / "model", TINY if bench.is_tiny else QWEN3_06B, bench.device)
-    for mode, settings in MODES.items():
-        with bench.findings.case(mode):
-            measure(bench, folder, mode, settings)
-
-
-def measure(bench: Bench, folder: Path, mode: str, settings: dict[str, Any]) -> None:
-    with engine(bench, folder, mode, settings) as core:
-        throughput(bench, core, mode)
-        host(bench, core, mode)
-        if "enforce_eager" not in settings:
-            exactness(bench, core, mode, must_be=bench.is_tiny or "batch_invariant" in settings)
-
-
-@dataclass(frozen=True)
-class Request:
-    prompt: list[int]
-    params: SamplingParams
-
-
-def requests(bench: Bench, count: int, shortest: int, longest: int, **params: Any) -> list[Request]:
-    """The same at every call."""
-    random, vocab = Random(0), (TINY if bench.is_tiny else QWEN3_06B).vocab
-    return [
-        Request(
-            [random.randrange(vocab) for _ in range(random.randint(shortest, longest))],
-            SamplingParams(**{"max_tokens": random.randint(shortest, longest), "ignore_eos": True, "seed": i} | params),
-        )
-        for i in range(count)
-    ]
-
-
-# ------------------------------------------------------------------ engines
-@contextmanager
-def engine(bench: Bench, folder: Path, mode: str | None, settings: dict[str, Any]) -> Iterator[EngineCore]:
-    """As the server builds it. mode: under which name it is told of; None: it is not. The one before must be gone: it
-    had nearly all of the memory."""
-    gc.collect()
-    if not bench.is_tiny:
-        torch.cuda.empty_cache()
-    common: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
-    if bench.is_tiny:
-        common = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 80, "device": "cpu"}
-        common |= {"dtype": "float32"}
-    start = time.perf_counter()
-    asked = common | {"num_threads": 1, "model": str(folder)} | settings
-    core, ready = build_core(Launch(str(folder), "random", asked, ()), lambda loading: None)
-    try:
-        if mode is not None:
-            bench.findings.figure(f"{mode}, start", f"{time.perf_counter() - start:.1f} s")
-            for line in TOLD:
-                if line in ready.summary:
-                    bench.findings.figure(f"  {line}", ready.summary[line])
-        yield core
-    finally:
-        core.shutdown()
-
-
-def serve(core: EngineCore, asked: Sequence[Request]) -> list[list[int]]:
-    """All at once; the tokens of each."""
-    tokens: dict[str, list[int]] = {}
-    for number, request in enumerate(asked):
-        name = str(number)
-        tokens[name] = []
-        core.add(
-            AddRequest(
-                request_id=name, prompt_token_ids=request.prompt, params=request.params, arrival=time.monotonic()
-            )
-        )
-    while core.has_work:
-        for output in core.step():
-            assert output.error is None, output.error
-            tokens[output.request_id] += output.token_ids
-    return list(tokens.values())
+    for mode in MODES:
+        with bench.findings.case(mode), engine(bench, mode) as core:
+            throughput(bench, core, mode)
+            host(bench, core, mode)
 
 
 # ------------------------------------------------------------------ speed
@@ -143,13 +58,7 @@ def throughput(bench: Bench, core: EngineCore, mode: str) -> None:
 def host(bench: Bench, core: EngineCore, mode: str) -> None:
     """The GPU's time line over some steps that only decode."""
     count, steps = (2, 3) if bench.is_tiny else (64, 30)
-    asked, start = requests(bench, count, 5, 8, max_tokens=3 * steps, temperature=0.6), time.monotonic()
-    for number, request in enumerate(asked):
-        core.add(
-            AddRequest(
-                request_id=f"host-{number}", prompt_token_ids=request.prompt, params=request.params, arrival=start
-            )
-        )
+    add(core, requests(bench, count, 5, 8, max_tokens=3 * steps, temperature=0.6))
     for _ in range(steps):
         core.step()
     bench.wait()
@@ -190,28 +99,3 @@ def covered(ranges: Sequence[tuple[float, float]]) -> tuple[float, float]:
         busy += max(0.0, last - max(first, end))
         end = max(end, last)
     return busy, end - min(first for first, _ in ranges)
-
-
-# ------------------------------------------------------------------ exactness
-def exactness(bench: Bench, core: EngineCore, mode: str, must_be: bool) -> None:
-    """Linear layers are exact on a CPU, on a GPU with the flag. torch's there may give a row other bits in other
-    company: it is told how often that shows."""
-    asked = requests(bench, *((3, 5, 20) if bench.is_tiny else (16, 20, 300)), max_tokens=12 if bench.is_tiny else 48)
-    found = []
-    for ways in (
-        lambda: [serve(core, [each])[0] for each in asked],
-        lambda: serve(core, asked),
-        lambda: serve(core, asked),
-    ):
-        core.reset_prefix_cache()
-        found.append(ways())
-    alone, together, again = found
-    cached = serve(core, asked)
-    bench.findings.verdict(f"{mode}, the same requests twice", together == again)
-    for what, other in (("alone and in company", together), ("computed and from cached pages", cached)):
-        same = sum(ours == theirs for ours, theirs in zip(alone, other, strict=True))
-        text = f"{same} of {len(asked)} requests have the same {len(alone[0])} tokens"
-        if must_be:
-            bench.findings.verdict(f"{mode}, {what}", same == len(asked), text)
-        else:
-            bench.findings.figure(f"{mode}, {what}", text, same=same, requests=len(asked))
