@@ -14,6 +14,9 @@ from gpu.findings import Findings
 
 REPEATS = 20
 """Runs that must have the same bits: what one order of programs hides another may show."""
+GAP = 16
+"""Numbers between rows. Triton compiles one kernel for strides that are multiples of 16, as a model's are, and another
+one for other strides."""
 COLD_BYTES = 256 << 20
 """Several times the second-level cache of any GPU: what is read anew after so much comes from memory."""
 
@@ -60,10 +63,10 @@ class Bench:
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator(seed), device=self.device).to(dtype)
 
-    def rows_apart(self, x: torch.Tensor, gap: int = 8) -> torch.Tensor:
+    def rows_apart(self, x: torch.Tensor) -> torch.Tensor:
         """The same numbers at a row stride of their own, with NaN between rows."""
         rows, width = x.shape[0], x[0].numel()
-        wide = torch.full((rows, width + gap), torch.nan, dtype=x.dtype, device=x.device)
+        wide = torch.full((rows, width + GAP), torch.nan, dtype=x.dtype, device=x.device)
         view = wide[:, :width].unflatten(1, x.shape[1:]) if x.dim() > 2 else wide[:, :width]
         view.copy_(x)
         return view

@@ -265,6 +265,16 @@ def test_bits_are_compared_and_not_values(bench: Bench) -> None:
     assert [line.ok for line in bench.findings.lines] == [True, False]
 
 
+@pytest.mark.parametrize("shape", [(3, 64), (3, 2, 48), (1, 16)])
+def test_rows_lie_apart_as_far_as_a_model_s_kernels_are_compiled_for(bench: Bench, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    apart = bench.rows_apart(x)
+    width = x[0].numel()
+    assert equal(apart, x) and apart.stride(0) % 16 == 0 and apart.stride(0) > width
+    whole = torch.as_strided(apart, (len(x), apart.stride(0)), (apart.stride(0), 1))
+    assert whole[:, width:].isnan().all()
+
+
 def test_unwritten_memory_is_poisoned() -> None:
     with poisoned():
         assert torch.empty((2, 3)).isnan().all() and (torch.empty(4, dtype=torch.int64) == 77).all()

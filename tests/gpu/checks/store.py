@@ -71,7 +71,8 @@ def check(bench: Bench, kind: Kind, tokens: int, num_blocks: int | None = None) 
     bench.same_bits(name, again)
     whole.fill_(POISON)
     for token in range(tokens if tokens < 40 else 3):
-        store_kv(k[token : token + 1], v[token : token + 1], pages, far[token : token + 1])
+        slot = far[token : token + 1].clone()  # as aligned as an engine's
+        store_kv(k[token : token + 1], v[token : token + 1], pages, slot)
     some = torch.full_like(near, POISON)
     count = tokens if tokens < 40 else 3
     store_kv(k[:count], v[:count], LayerPages(some, spec, 1, *transforms), slots[:count])
