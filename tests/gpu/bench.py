@@ -1,5 +1,6 @@
 """What sections compute on, and how they time and compare."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ REPEATS = 20
 GAP = 16
 """Numbers between rows. Triton compiles one kernel for strides that are multiples of 16, as a model's are, and another
 one for other strides."""
+PRODUCTS_ERROR = 2.0**-19
+"""Of a sum of fp32 products: what it may be off by, for Euclidean norms of its factors of 1."""
 COLD_BYTES = 256 << 20
 """Several times the second-level cache of any GPU: what is read anew after so much comes from memory."""
 
@@ -190,6 +193,17 @@ def check_error(
     lucky: the largest one's rounding is a quarter of eps at least."""
     lucky = float(exact.abs().max()) * torch.finfo(found.dtype).eps / 4 if exact.numel() else 0.0
     error, allowed = error_of(found, exact), times * max(error_of(plain, exact), lucky) + 1e-5
+    findings.verdict(what, error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}", error=error, allowed=allowed)
+
+
+def check_products(
+    findings: Findings, what: str, found: torch.Tensor, exact: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> None:
+    """Of fp32, x [T, K] by weight [N, K]. Tensor cores multiply it as three products of tf32 and truncate sums, so more
+    than twice plain torch's error may come out though nothing is wrong. One product of tf32 alone, each factor rounded
+    by up to 2^-12 of it, is off by many times what is allowed."""
+    norms = (float(rows.double().norm(dim=1).max()) for rows in (x, weight))
+    error, allowed = error_of(found, exact), math.prod(norms) * PRODUCTS_ERROR
     findings.verdict(what, error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}", error=error, allowed=allowed)
 
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 import pytest
 import torch
 from gpu import check, engines, random_model
-from gpu.bench import Bench, check_error, equal, poisoned
+from gpu.bench import Bench, check_error, check_products, equal, poisoned
 from gpu.check import Place, Process, Section, run_apart
 from gpu.checks import dispatch, engine, offline
 from gpu.checks.offline import covered
@@ -253,6 +253,26 @@ def test_errors_are_judged_by_those_of_plain_torch(bench: Bench, found: float, o
     plain[1], ours[2] = 0.01, found
     check_error(bench.findings, "it", ours, exact, plain)
     assert bench.findings.lines[0].ok is ok
+
+
+def test_products_of_fp32_are_judged_by_the_norms_of_their_factors(bench: Bench) -> None:
+    """Sums of three products of tf32, truncated, are right; those of one are not."""
+    x, weight = bench.normal(40, 1536, seed=1), bench.normal(70, 1536, seed=2)
+    exact = x.double() @ weight.double().T
+    three = sum(a @ b.T for a in parts_of_tf32(x) for b in parts_of_tf32(weight))
+    three *= 1 - 2.0**-17  # as if each of 64 additions had cut off 2^-23 of the sum
+    one = parts_of_tf32(x)[0] @ parts_of_tf32(weight)[0].T
+    for found in (exact.float(), three, one, torch.full_like(exact, torch.nan)):
+        check_products(bench.findings, "it", found, exact, x, weight)
+    assert [line.ok for line in bench.findings.lines] == [True, True, False, False]
+    assert bench.findings.lines[2].numbers["error"] > 8 * bench.findings.lines[2].numbers["allowed"]
+
+
+def parts_of_tf32(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What tf32 holds of fp32, rounded to the nearest, and what it holds of the rest, in fp64."""
+    high = ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    low = ((x - high).view(torch.int32) & ~0x1FFF).view(torch.float32)
+    return high.double(), low.double()
 
 
 def test_bits_are_compared_and_not_values(bench: Bench) -> None:

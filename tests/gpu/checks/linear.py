@@ -1,13 +1,13 @@
-"""Linear layers in Triton: within flash-attn's rule of fp32, and exact: the same bits alone, in company, in any place,
-whatever the tile. Nothing documents that instructions for another number of rows add in the same order: here it is
-asked.
+"""Linear layers in Triton: within flash-attn's rule of fp32, or for fp32 that of its products, and exact: the same bits
+alone, in company, in any place, whatever the tile. Nothing documents that instructions for another number of rows add
+in the same order: here it is asked.
 """
 
 from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
-from gpu.bench import Bench, check_error, equal, poisoned
+from gpu.bench import Bench, check_error, check_products, equal, poisoned
 
 from kernels.int8_weight import Int8Weight
 from kernels.reference import linear as reference
@@ -64,15 +64,19 @@ def check(bench: Bench, case: Case) -> None:
         coded.fill(slice(None), weight)
         packed = linear.pack_coded_linear(coded, case.dtype, bias)
         plain = reference.pack_coded_linear(coded, case.dtype, bias)(x.contiguous())
-        exact = x.to(wide) @ coded.codes.to(wide).T * coded.scales
+        numbers = coded.codes.to(wide) * coded.scales.unsqueeze(1)
     else:
         packed = linear.pack_linear(weight, bias)
         plain = reference.pack_linear(weight, bias)(x.contiguous())
-        exact = x.to(wide) @ weight.to(wide).T
+        numbers = weight.to(wide)
+    exact = x.to(wide) @ numbers.T
     exact = exact if bias is None else exact + bias
     found = packed(x)
-    check_error(findings, name, found, exact, plain)
-    del exact, plain
+    if case.dtype is FP32:
+        check_products(findings, name, found, exact, x, numbers)
+    else:
+        check_error(findings, name, found, exact, plain)
+    del exact, plain, numbers
     findings.verdict(f"{name}, wide", equal(packed(x, wide=True).to(case.dtype), found))
     counts = [rows for rows in COUNTS if rows < case.rows]
     starts = [rows * 37 % (case.rows - rows + 1) for rows in counts]
