@@ -5,6 +5,7 @@ hangs or crashes is stopped and told.
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -54,6 +55,10 @@ def test_every_section_runs_interpreted_with_few_packages(tmp_path: Path) -> Non
     assert {name for name, kind in kinds.items() if True in kind} == {
         "attention", "store", "elementwise", "linear", "blocks", "sampling", "engine", "offline"
     }  # fmt: skip
+    asked = [line["what"] for section in sections.values() for line in section["lines"]]
+    again = {re.match(r"\w+", what)[0] for what in asked if what.endswith(", again")}
+    named = {"attention": "paged_attention", "linear": "pack_linear"}
+    assert {named.get(op, op) for op in again} == set(dispatch.OPS) - {"pack_coded_linear"}
 
 
 @needs_triton
@@ -81,7 +86,8 @@ def test_a_broken_kernel_is_seen_and_hides_no_other(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     sections = json.loads((tmp_path / "out" / "check.json").read_text())["sections"]
     wrong = [line["what"] for line in sections["elementwise"]["lines"] if line["ok"] is False]
-    assert [words.split()[0] for words in wrong] == ["rms_norm", "rms_norm", "rotary"]
+    assert [words.split()[0] for words in wrong] == ["rms_norm"] * 4 + ["rotary"]
+    assert sum("heads" in words for words in wrong) == 2
     assert "WRONG  rotary" in done.stdout and "no such kernel" in done.stdout
     right = [line["what"].split()[0] for line in sections["elementwise"]["lines"] if line["ok"]]
     assert {"add_rms_norm", "gate_mul", "gather_rows"} <= set(right)

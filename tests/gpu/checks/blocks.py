@@ -34,16 +34,32 @@ def check(bench: Bench, number: int, nbytes: int) -> None:
         before, expected = pool[touched].clone(), pool[touched].clone()
         at = {block: place for place, block in enumerate(touched)}
         reference.copy_blocks(expected, [(at[source], at[target]) for source, target in some])
-        blocks.copy_blocks(pool, some)
-        findings.verdict(f"copy_blocks, {name}, {words}", equal(pool[touched], expected))
-        pool[touched] = before
+
+        def copied(some=some, touched=touched, before=before) -> torch.Tensor:
+            pool[touched] = before
+            blocks.copy_blocks(pool, some)
+            return pool[touched]
+
+        findings.verdict(f"copy_blocks, {name}, {words}", equal(copied(), expected))
+        bench.same_bits(f"copy_blocks, {name}, {words}", copied)
     some = torch.randperm(last, generator=torch.Generator().manual_seed(1))[: min(200, number // 2)]
     some[0] = last
     some = some.to(bench.device)
-    dense = torch.empty(len(some), nbytes, dtype=torch.uint8, device=bench.device)
-    blocks.gather_blocks(pool, some, dense)
-    expected = pool.clone()
+
+    def gathered() -> torch.Tensor:
+        dense = torch.empty(len(some), nbytes, dtype=torch.uint8, device=bench.device)
+        blocks.gather_blocks(pool, some, dense)
+        return dense
+
+    def scattered() -> torch.Tensor:
+        pool[some] = 0
+        blocks.scatter_blocks(dense, some, pool)
+        return pool[some]
+
+    dense, expected = gathered(), pool.clone()
     findings.verdict(f"gather_blocks, {name}", equal(dense, expected[some]))
-    expected[some] = dense.flip(1)
-    blocks.scatter_blocks(dense.flip(1), some, pool)
+    bench.same_bits(f"gather_blocks, {name}", gathered)
+    dense = expected[some] = dense.flip(1)
+    blocks.scatter_blocks(dense, some, pool)
     findings.verdict(f"scatter_blocks, {name}", equal(pool, expected))
+    bench.same_bits(f"scatter_blocks, {name}", scattered)

@@ -14,6 +14,15 @@ NORMS = [
     (1000, 8192, BF16), (3, 16384, BF16), (64, 33, FP16), (130, 2000, FP32),
 ]  # fmt: skip
 """Rows, width, dtype"""
+HEADS = [
+    (1, 16, 128, BF16),
+    (256, 8, 128, BF16),
+    (4096, 32, 128, BF16),
+    (33, 3, 64, FP16),
+    (130, 1, 256, BF16),
+    (5, 4, 80, FP32),
+]
+"""Rows, heads, dims, dtype"""
 TURNS = [
     (1, 16, 8, 128, 64, BF16), (256, 16, 8, 128, 64, BF16), (4096, 32, 8, 128, 64, BF16), (77, 9, 3, 64, 32, FP16),
     (33, 8, 1, 256, 128, BF16), (5, 4, 4, 80, 20, FP32), (130, 28, 4, 128, 64, FP16), (2, 71, 1, 64, 32, BF16),
@@ -29,6 +38,9 @@ def run(bench: Bench) -> None:
         for rows, width, dtype in bench.some([(5, 96, BF16)], NORMS):
             with bench.findings.case(f"norms of {rows} x {width} {dtype}"):
                 norms(bench, rows, width, dtype)
+        for rows, heads, dims, dtype in bench.some([(3, 2, 40, BF16)], HEADS):
+            with bench.findings.case(f"norms of {rows} x {heads} heads of {dims} {dtype}"):
+                norms_of_heads(bench, rows, heads, dims, dtype)
         for shape in bench.some([(3, 4, 2, 32, 12, BF16)], TURNS):
             with bench.findings.case(f"rotary of {shape}"):
                 turns(bench, *shape)
@@ -44,13 +56,7 @@ def norms(bench: Bench, rows: int, width: int, dtype: torch.dtype) -> None:
     findings, shape = bench.findings, f"{rows} x {width} {dtype}"
     x, residual = (bench.rows_apart(bench.normal(rows, width, dtype=dtype, seed=seed)) for seed in (1, 2))
     weight = 1 + bench.normal(width, dtype=dtype, seed=3)
-    for wide in (False, True):
-        w = weight.float() if wide else weight
-        exact, plain = reference.rms_norm(x.float(), w.float(), EPS), reference.rms_norm(x, w, EPS)
-        found = elementwise.rms_norm(x, w, EPS)
-        check_error(findings, f"rms_norm {shape}{', wide weight' * wide}", found, exact, plain)
-        alone = torch.cat([elementwise.rms_norm(x[row : row + 1], w, EPS) for row in (0, rows - 1)])
-        findings.verdict(f"rms_norm {shape}, alone and in company", equal(alone, found[[0, rows - 1]]))
+    normed(bench, f"rms_norm {shape}", x, weight)
     sums = residual.float() + x.float()
     exact, ours, theirs = reference.rms_norm(sums, weight.float(), EPS), residual.clone(), residual.clone()
     plain, found = reference.add_rms_norm(x, theirs, weight, EPS), elementwise.add_rms_norm(x, ours, weight, EPS)
@@ -59,41 +65,61 @@ def norms(bench: Bench, rows: int, width: int, dtype: torch.dtype) -> None:
     bench.same_bits(f"add_rms_norm {shape}", lambda: elementwise.add_rms_norm(x, residual.clone(), weight, EPS))
 
 
+def norms_of_heads(bench: Bench, rows: int, heads: int, dims: int, dtype: torch.dtype) -> None:
+    x = bench.rows_apart(bench.normal(rows, heads, dims, dtype=dtype, seed=1))
+    normed(bench, f"rms_norm {rows} x {heads} heads of {dims} {dtype}", x, 1 + bench.normal(dims, dtype=dtype, seed=3))
+
+
+def normed(bench: Bench, name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """By a weight of x's dtype, and by one of fp32."""
+    for wide in (False, True):
+        w, what = weight.float() if wide else weight, name + ", wide weight" * wide
+        exact, plain = reference.rms_norm(x.float(), w.float(), EPS), reference.rms_norm(x, w, EPS)
+        found = elementwise.rms_norm(x, w, EPS)
+        check_error(bench.findings, what, found, exact, plain)
+        bench.same_bits(what, lambda w=w: elementwise.rms_norm(x, w, EPS))
+        ends = [0, len(x) - 1]
+        alone = torch.cat([elementwise.rms_norm(x[row : row + 1], w, EPS) for row in ends])
+        bench.findings.verdict(f"{what}, alone and in company", equal(alone, found[ends]))
+
+
 def turns(bench: Bench, rows: int, q_heads: int, k_heads: int, dims: int, pairs: int, dtype: torch.dtype) -> None:
     findings, shape = bench.findings, f"{rows} x {q_heads}+{k_heads} heads of {dims}, {pairs} pairs, {dtype}"
     fused = bench.rows_apart(bench.normal(rows, (q_heads + k_heads) * dims, dtype=dtype, seed=1))
-    q, k = fused.split([q_heads * dims, k_heads * dims], 1)
-    q, k = q.unflatten(1, (q_heads, dims)), k.unflatten(1, (k_heads, dims))
+
+    def heads_of(buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [part.unflatten(1, (-1, dims)) for part in buffer.split([q_heads * dims, k_heads * dims], 1)]
+
+    q, k = heads_of(fused)
     positions = torch.randint(5000, (rows,), generator=bench.generator(2), device=bench.device)
     angles = torch.outer(torch.arange(5000.0, device=bench.device), 0.9 ** torch.arange(pairs, device=bench.device))
     cos, sin = angles.cos(), angles.sin()
-    weights = [1 + bench.normal(dims, dtype=dtype, seed=seed) for seed in (3, 4)]
+    own = [1 + bench.normal(dims, dtype=dtype, seed=seed) for seed in (3, 4)]
+    wide = [weight.float() for weight in own]
 
-    def of(module, norms: bool, wide: bool = False) -> torch.Tensor:
-        both = [x.float() if wide else x.clone() for x in (q, k)]
-        if norms:
-            module.norm_rotary(*both, *(w.float() if wide else w for w in weights), EPS, positions, cos, sin)
+    def of(module, weights: list[torch.Tensor] | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """Of both, which are changed."""
+        if weights is None:
+            module.rotary(q, k, positions, cos, sin)
         else:
-            module.rotary(*both, positions, cos, sin)
-        return torch.cat(both, 1)
+            module.norm_rotary(q, k, *weights, EPS, positions, cos, sin)
+        return torch.cat([q, k], 1)
 
-    for norms in (False, True):
-        name = f"{'norm_' * norms}rotary {shape}"
-        exact, plain = of(reference, norms, wide=True), of(reference, norms)
-        check_error(findings, name, of(elementwise, norms), exact, plain)
-        bench.same_bits(name, lambda norms=norms: of(elementwise, norms))
-    inside = fused.clone()
-    views = (part.unflatten(1, (-1, dims)) for part in inside.split([q_heads * dims, k_heads * dims], 1))
-    elementwise.rotary(*views, positions, cos, sin)
-    expected = of(elementwise, False).flatten(1)
-    findings.verdict(f"rotary {shape}, inside one buffer", equal(inside, expected))
+    for what, weights in {"rotary": None, "norm_rotary": own, "norm_rotary, wide weights": wide}.items():
+        name = f"{what} {shape}"
+        exact = of(reference, weights and wide, *(x.to(FP32, copy=True) for x in (q, k)))
+        plain, found = (of(module, weights, q.clone(), k.clone()) for module in (reference, elementwise))
+        check_error(findings, name, found, exact, plain)
+        bench.same_bits(name, lambda weights=weights: of(elementwise, weights, q.clone(), k.clone()))
+        inside = of(elementwise, weights, *heads_of(bench.rows_apart(fused)))
+        findings.verdict(f"{name}, inside one buffer", equal(inside, found))
 
 
 def gates(bench: Bench, rows: int, half: int, dtype: torch.dtype) -> None:
     x = bench.rows_apart(bench.normal(rows, 2 * half, dtype=dtype) * 3)
     for gate in ("silu", "gelu_tanh"):
         name = f"gate_mul {gate} {rows} x {half} {dtype}"
-        exact, plain = reference.gate_mul(x.float(), gate), reference.gate_mul(x, gate)
+        exact, plain = reference.gate_mul(x.double(), gate), reference.gate_mul(x, gate)
         check_error(bench.findings, name, elementwise.gate_mul(x, gate), exact, plain)
         bench.same_bits(name, lambda gate=gate: elementwise.gate_mul(x, gate))
 
@@ -105,3 +131,4 @@ def tables(bench: Bench, count: int, width: int, rows: int, dtype: torch.dtype) 
         found, expected = (module.gather_rows(table, indices, scale) for module in (elementwise, reference))
         name = f"gather_rows {rows} of {count} x {width} {dtype}, times {scale:g}"
         bench.findings.verdict(name, equal(found, expected))
+        bench.same_bits(name, lambda scale=scale: elementwise.gather_rows(table, indices, scale))
