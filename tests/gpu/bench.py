@@ -132,22 +132,47 @@ class Bench:
         return 1 if self.is_tiny else max(1, min(most, -(-COLD_BYTES // max(1, nbytes))))
 
     def bandwidth(
-        self, what: str, nbytes: int, calls: Sequence[Call], target: float | None = None, captured: bool = True
+        self,
+        what: str,
+        nbytes: int,
+        calls: Sequence[Call],
+        target: float | None = None,
+        within: float | None = None,
+        captured: bool = True,
     ) -> float:
-        """A figure: bytes read and written a second, and their share of what a copy gets. target: of that share."""
+        """A figure: bytes read and written a second, and their share of what a copy gets. target: of that share;
+        within: seconds that it should take at most."""
         seconds = self.seconds(calls, captured)
         rate = nbytes / seconds
         share = rate / self.ceilings.copy
         text = f"{seconds * 1e6:9.1f} us  {rate / 1e12:6.3f} TB/s  {share:6.1%} of a copy"
-        text += self.aim(share, target)
+        if target is not None:
+            text += self.aim(f"{target:.0%}", share >= target)
+        if within is not None:
+            text += self.aim(f"{within * 1e6:g} us", seconds <= within)
         self.findings.figure(what, text, seconds=seconds, bytes_a_second=rate, share=share, target=target)
         return seconds
 
-    def aim(self, share: float, target: float | None) -> str:
-        """How a share compares with what was aimed at, in words."""
-        if target is None or self.is_tiny:
-            return ""
-        return f"  (target {target:.0%}{'' if share >= target else ': MISSED'})"
+    def products(self, what: str, operations: int, calls: Sequence[Call], target: float | None = None) -> float:
+        """A figure: operations a second, and their share of what a product of matrices gets. target: of that share."""
+        seconds = self.seconds(calls)
+        rate = operations / seconds
+        share = rate / self.ceilings.matmul
+        text = f"{seconds * 1e6:9.1f} us  {rate / 1e12:6.1f} TFLOP/s  {share:6.1%} of a matmul"
+        if target is not None:
+            text += self.aim(f"{target:.0%}", share >= target)
+        self.findings.figure(what, text, seconds=seconds, operations_a_second=rate, share=share, target=target)
+        return seconds
+
+    def beside(self, other: str, ours: float, theirs: float, target: float | None = None) -> None:
+        """A figure: how many times as fast we are, from the seconds that each takes."""
+        times = theirs / ours
+        text = f"{times:.2f} times as fast" + ("" if target is None else self.aim(f"{target:g}", times >= target))
+        self.findings.figure(f"  beside {other}", text, times=times, target=target)
+
+    def aim(self, target: str, is_met: bool) -> str:
+        """What was aimed at, in words, and whether it was missed: no failure."""
+        return "" if self.is_tiny else f"  (target {target}{'' if is_met else ': MISSED'})"
 
 
 @dataclass(frozen=True)

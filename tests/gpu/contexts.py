@@ -7,6 +7,7 @@ import torch
 from gpu.bench import Bench, Call
 from gpu.pages import Kind
 
+from configs.kv import KVFormat
 from kernels.ops import LayerPages
 from kernels.triton.attention import paged_attention
 
@@ -27,6 +28,12 @@ class Contexts:
         return self.sequences * self.length * self.kind.layer.bytes_per_token()
 
     @property
+    def operations(self) -> int:
+        """Of both products, of what rows see."""
+        pairs = self.sequences * sum(range(self.length - self.rows + 1, self.length + 1))
+        return 4 * pairs * self.kind.kv_heads * self.kind.group * self.kind.head_dim
+
+    @property
     def blocks(self) -> int:
         return self.sequences * self.kind.spec.blocks_for_tokens(self.length)
 
@@ -45,6 +52,12 @@ class Contexts:
         starts = torch.arange(0, len(q) + 1, self.rows, dtype=torch.int32, device=device)
         lengths = torch.full((self.sequences,), self.length, dtype=torch.int32, device=device)
         return partial(paged_attention, q, pages, tables, starts, lengths, kind.head_dim**-0.5)
+
+
+def timed_kind(bench: Bench, format: KVFormat = KVFormat.BF16) -> Kind:
+    """Of the layer that is timed: a case of `gpu.checks.attention`, so it has been checked, and is compiled by then."""
+    heads = {"kv_heads": 1, "head_dim": 32} if bench.is_tiny else {"kv_heads": 8, "head_dim": 128}
+    return Kind(torch.bfloat16, (format, format), group=2, **heads)
 
 
 def numbers(bench: Bench, nbytes: int) -> torch.Tensor:

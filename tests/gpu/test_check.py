@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 from gpu import check, engines, random_model
-from gpu.bench import Bench, check_error, check_products, equal, poisoned
+from gpu.bench import Bench, Ceilings, check_error, check_products, equal, poisoned
 from gpu.check import Place, Process, Section, run_apart
 from gpu.checks import dispatch, engine, offline
 from gpu.checks.offline import covered
@@ -241,6 +242,82 @@ def test_one_process_makes_the_model_that_several_need(tmp_path: Path, monkeypat
         for _ in range(3):
             pool.submit(random_model.write, tmp_path / "model", random_model.TINY, torch.device("cpu"))
     assert made == [tmp_path / "model"]
+
+
+# ------------------------------------------------------------------ what is aimed at
+@pytest.fixture
+def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """On no GPU: what it times takes a second if it is a sort, else as long as `bench.took` says."""
+    monkeypatch.setattr(Bench, "device", torch.device("cpu"))
+    monkeypatch.setattr(Bench, "took", 1.0, raising=False)
+    monkeypatch.setattr(
+        Bench, "seconds", lambda self, calls, captured=True: 1.0 if calls[0].func is torch.sort else self.took
+    )
+    bench = Bench(Findings(), tmp_path, tmp_path, is_tiny=False)
+    bench.ceilings = Ceilings(copy=100.0, matmul=1000.0)
+    return bench
+
+
+CALL = partial(print)
+
+
+@pytest.mark.parametrize(("took", "words"), [(1.0, ""), (1.1, ": MISSED")])
+def test_targets_that_are_missed_are_told_and_fail_nothing(timed: Bench, took: float, words: str) -> None:
+    timed.took = took
+    timed.bandwidth("it", 80, [CALL], 0.8)
+    timed.bandwidth("it", 80, [CALL], within=1.0)
+    timed.products("it", 450, [CALL], 0.45)
+    timed.beside("torch", timed.seconds([CALL]), 3.0, 3)
+    told = [line.text.partition("(")[2] for line in timed.findings.lines]
+    assert told == [f"target {each}{words})" for each in ("80%", "1e+06 us", "45%", "3")]
+    assert all(line.ok is None for line in timed.findings.lines)
+    timed.bandwidth("it", 1, [CALL])
+    timed.products("it", 1, [CALL])
+    timed.beside("torch", 1.0, 0.1)
+    assert not any("target" in line.text for line in timed.findings.lines[4:])
+
+
+@needs_triton
+def test_merging_is_what_is_left_out(timed: Bench) -> None:
+    from gpu.checks import decode
+
+    from kernels.triton import attention
+
+    launched = attention.merge_splits
+    seen: list[object] = []
+    timed.seconds = lambda calls: seen.append(attention.merge_splits[1, 2](None, key=3)) or 0.9
+    decode.merging(timed, [CALL], 1.0)
+    decode.merging(timed, [CALL], 0.94)
+    decode.merging(timed, [CALL], 0.5)
+    assert [line.text for line in timed.findings.lines] == [
+        "10.0% of the time  (target 5%: MISSED)", "4.3% of the time  (target 5%)", "0.0% of the time  (target 5%)"
+    ]  # fmt: skip
+    assert seen == [None] * 3 and attention.merge_splits is launched
+
+
+@needs_triton
+def test_draws_are_graded_beside_a_sort_and_a_pass_over_logits(timed: Bench) -> None:
+    from gpu.checks import kernels
+
+    timed.took = 0.5
+    for rows in (1, 64):
+        kernels.draws(timed, 100, rows)
+    alone, crowd = timed.findings.lines[:7], timed.findings.lines[7:]
+    assert not any("target" in line.text for line in alone)
+    targets = {line.what: line.text.partition("(")[2] for line in crowd if "target" in line.text}
+    assert targets == {"draw 64 x 100, temperature 1": "target 70%)", "  beside torch.sort": "target 3: MISSED)"}
+    assert sum("2.00 times as fast" in line.text for line in crowd) == 2
+
+
+@needs_triton
+def test_few_rows_should_be_stored_in_no_more_than_a_launch(timed: Bench) -> None:
+    from gpu.checks import kernels
+
+    timed.took = 6e-6
+    for rows in (257, 256):
+        kernels.stores(timed, random_model.TINY, rows)
+    missed = ["MISSED" in line.text for line in timed.findings.lines]
+    assert missed == [False] * 4 + [True] * 4
 
 
 # ------------------------------------------------------------------ how it judges

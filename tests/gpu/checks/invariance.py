@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 import torch
 from gpu.bench import Bench, equal
-from gpu.contexts import Contexts
-from gpu.pages import Kind
+from gpu.contexts import Contexts, timed_kind
 from gpu.random_model import QWEN3_06B, TINY, Shape
 from torch.nn import functional
 
@@ -32,12 +31,9 @@ MODELS = (
 
 
 def run(bench: Bench) -> None:
-    kind = Kind(BF16, group=2, kv_heads=8, head_dim=128)
-    if bench.is_tiny:
-        kind = Kind(BF16, kv_heads=1, head_dim=32)
     for rows, length in bench.some([(1, 20)], [(1, 1024), (1, 8192), (1, 32768), (256, 1024), (256, 8192)]):
         with bench.findings.case(f"splits, {rows} rows of {length}"):
-            splits(bench, Contexts(bench, kind, rows, length))
+            splits(bench, Contexts(bench, timed_kind(bench), rows, length))
     for rows in bench.some([1], [1, 16, 64, 256, 4096]):
         for name, shape in bench.some([("a tiny model", TINY)], MODELS):
             with bench.findings.case(f"linear layers of {name}, {rows} rows"):
@@ -55,11 +51,14 @@ def splits(bench: Bench, contexts: Contexts) -> None:
     attention.shape_of.cache_clear()
     best = min(found, key=lambda split: found[split])
     cost = found[own] / found[best] - 1
-    text = f"{cost:+.1%} against {best} (target {TARGETS[contexts.sequences]:.0%}): " + ", ".join(
+    target = TARGETS[contexts.sequences]
+    text = f"{cost:+.1%} against {best}{bench.aim(f'{target:+.0%}', cost <= target)}: " + ", ".join(
         f"{split}: {took * 1e6:.0f} us" for split, took in sorted(found.items())
     )
     name = f"splits of {own}, {contexts.sequences} rows of {contexts.length}"
-    bench.findings.figure(name, text, cost=cost, seconds={str(split): took for split, took in found.items()})
+    bench.findings.figure(
+        name, text, cost=cost, target=target, seconds={str(split): took for split, took in found.items()}
+    )
 
 
 def linears(bench: Bench, name: str, shape: Shape, rows: int) -> None:
@@ -86,8 +85,9 @@ def linears(bench: Bench, name: str, shape: Shape, rows: int) -> None:
         plain, ours = plain + times * took[0], ours + times * took[1]
         found[f"{inputs} to {outputs}"] = took
         exact += equal(functional.linear(x[:1], weights[0]), functional.linear(x, weights[0])[:1])
+    cost, target = ours / plain - 1, TARGETS.get(rows, SPEED)
     text = (
-        f"{ours / plain - 1:+.1%} (target {TARGETS.get(rows, SPEED):.0%}): {ours * 1e6:.0f} us, torch's "
+        f"{cost:+.1%}{bench.aim(f'{target:+.0%}', cost <= target)}: {ours * 1e6:.0f} us, torch's "
         f"{plain * 1e6:.0f} us; torch's give a row the bits that it has alone in {exact} of {len(sizes)} layers"
     )
     bench.findings.figure(

@@ -14,16 +14,23 @@ from kernels.triton import blocks, elementwise, sampling, store
 
 BF16 = torch.bfloat16
 
-
+UNLIMITED = 0, 1.0, 0.0
 DRAWS = (
-    ("greedy", 0.0, (0, 1.0, 0.0)),
-    ("temperature 1", 1.0, (0, 1.0, 0.0)),
+    ("greedy", 0.0, UNLIMITED),
+    ("temperature 1", 1.0, UNLIMITED),
     ("top-k 50, top-p 0.9", 0.8, (50, 0.9, 0.0)),
     ("top-p 0.9", 0.8, (0, 0.9, 0.0)),
 )
 """Name, temperature, (top_k, top_p, min_p)"""
 FULL = 4096
-"""Rows from which on targets hold: of fewer, launching is most of the time."""
+"""Rows from which on shares of bandwidth are aimed at: of fewer, launching is most of the time."""
+SHORT, LAUNCH = 256, 5e-6
+"""Rows up to which storing should take no longer than a launch; seconds."""
+PINNED = 45e9
+"""Bytes a second to and from the host's memory that are aimed at."""
+CROWD, FREELY, BESIDE_SORT = 64, 0.7, 3
+"""Rows from which on draws are graded: without limits by the share of bandwidth, as if logits were read once; with
+limits by how many times as fast as a sort they are."""
 
 
 def run(bench: Bench) -> None:
@@ -32,8 +39,9 @@ def run(bench: Bench) -> None:
         for measure in (norms, turns, gates, rows_of_tables, stores):
             with bench.findings.case(f"{measure.__name__} of {rows} rows"):
                 measure(bench, model, rows)
-    with bench.findings.case("blocks"):
-        copies(bench)
+    for measure_blocks in (copies, swaps):
+        with bench.findings.case(f"{measure_blocks.__name__} of blocks"):
+            measure_blocks(bench)
     for rows in bench.some([2], [1, 64, 512]):
         with bench.findings.case(f"draws of {rows} rows"), small_tiles(bench.is_tiny):
             draws(bench, model.vocab, rows)
@@ -96,7 +104,8 @@ def stores(bench: Bench, model: Shape, rows: int) -> None:
             pages, slots = LayerPages(pool, spec, 1, *transforms), torch.arange(rows, device=bench.device)
             calls.append(partial(store.store_kv, k, v, pages, slots))
         goal = 0.85 if rows >= FULL and format is KVFormat.BF16 else None
-        bench.bandwidth(f"store_kv {format.value} {rows} x {model.kv_heads} heads", nbytes, calls, goal)
+        within = LAUNCH if rows <= SHORT else None
+        bench.bandwidth(f"store_kv {format.value} {rows} x {model.kv_heads} heads", nbytes, calls, goal, within)
 
 
 def copies(bench: Bench) -> None:
@@ -113,16 +122,37 @@ def copies(bench: Bench) -> None:
     bench.bandwidth(f"copy_blocks, {name}", moved, [copy], 0.85, captured=False)
 
 
+def swaps(bench: Bench) -> None:
+    """To and from the host's memory, beside what a copy of as many bytes in one piece gets."""
+    count, nbytes = (4, 4096) if bench.is_tiny else (128, 1792 << 10)
+    pool = torch.zeros(2 * count, nbytes, dtype=torch.uint8, device=bench.device)
+    host = torch.zeros(count, nbytes, dtype=torch.uint8, pin_memory=not bench.is_tiny)
+    ids = torch.randperm(2 * count, device=bench.device)[:count]
+    for what, swap, is_graded in (
+        ("gather_blocks to pinned memory", partial(blocks.gather_blocks, pool, ids, host), True),
+        ("  a copy there", partial(host.copy_, pool[:count], True), False),
+        ("scatter_blocks from pinned memory", partial(blocks.scatter_blocks, host, ids, pool), True),
+        ("  a copy back", partial(pool[:count].copy_, host, True), False),
+    ):
+        rate = count * nbytes / bench.seconds([swap], captured=False)
+        text = f"{rate / 1e9:.1f} GB/s" + (bench.aim(f"{PINNED / 1e9:g}", rate >= PINNED) if is_graded else "")
+        bench.findings.figure(what, text, bytes_a_second=rate)
+
+
 def draws(bench: Bench, vocab: int, rows: int) -> None:
-    logits = bench.normal(rows, vocab) * 3
-    for words, temperature, limits in bench.some(DRAWS[:2], DRAWS):
+    nbytes = 4 * rows * vocab
+    logits = [bench.normal(rows, vocab, seed=seed) * 3 for seed in range(bench.copies(nbytes))]
+    sort = bench.seconds([partial(torch.sort, each, dim=-1, descending=True) for each in logits], captured=False)
+    bench.findings.figure(f"torch.sort of {rows} x {vocab}", f"{sort * 1e6:9.1f} us", seconds=sort)
+    is_graded = rows >= CROWD
+    for words, temperature, limits in bench.some(DRAWS[1:3], DRAWS):
         asked = columns(bench, rows, temperature, limits)
-        seconds = bench.seconds([partial(sampling.draw, logits, *asked)])
-        bench.findings.figure(f"draw {rows} x {vocab}, {words}", f"{seconds * 1e6:9.1f} us", seconds=seconds)
-    if rows > 1:
-        seconds = bench.seconds([partial(torch.sort, logits, dim=-1, descending=True)], captured=False)
-        text = f"{seconds * 1e6:9.1f} us (target: three times as long as any draw, from 64 rows on)"
-        bench.findings.figure(f"torch.sort of {rows} x {vocab}", text, seconds=seconds)
+        calls = [partial(sampling.draw, each, *asked) for each in logits]
+        is_free = limits == UNLIMITED
+        goal = FREELY if is_graded and is_free and temperature else None
+        seconds = bench.bandwidth(f"draw {rows} x {vocab}, {words}", nbytes, calls, goal)
+        if not is_free:
+            bench.beside("torch.sort", seconds, sort, BESIDE_SORT if is_graded else None)
 
 
 def columns(bench: Bench, rows: int, temperature: float, limits: tuple[int, float, float]) -> list[torch.Tensor]:
