@@ -59,6 +59,7 @@ SECTIONS = (
     Section("prefill", "Prompts: products of attention", 60),
     Section("offline", "The engine on a model of random weights", 160),
     Section("kernels", "Short kernels", 60),
+    Section("flash", "flash-attn, and ours beside it", 40),
     Section("layout", "Blocks of all layers against a pool for each", 40),
     Section("invariance", "What it costs that company does not matter", 60),
 )

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from gpu.bench import Bench, Call
 from gpu.pages import Kind
 
 from configs.kv import KVFormat
-from kernels.ops import LayerPages
+from kernels.ops import HostLengths, LayerPages, OwnRows
 from kernels.triton.attention import paged_attention
 
 
@@ -37,21 +38,29 @@ class Contexts:
     def blocks(self) -> int:
         return self.sequences * self.kind.spec.blocks_for_tokens(self.length)
 
-    def calls(self, copies: int = 1) -> list[Call]:
+    def calls(self, copies: int = 1, kernel: Call = paged_attention) -> list[Call]:
         """Each on blocks of its own, scattered over one pool of two layers: what was compiled to be checked is what is
         timed."""
         spec = self.kind.spec
         made = numbers(self.bench, self.blocks * copies * spec.block_bytes).view(-1, spec.block_bytes)
         pages = LayerPages(made, spec, 1, *self.kind.transforms(self.bench.device))
         tables = torch.randperm(len(made), device=self.bench.device, generator=self.bench.generator()).to(torch.int32)
-        return [self.call(pages, some) for some in tables.view(copies, self.sequences, -1)]
+        return [self.call(pages, some, kernel) for some in tables.view(copies, self.sequences, -1)]
 
-    def call(self, pages: LayerPages, tables: torch.Tensor) -> Call:
+    def call(self, pages: LayerPages, tables: torch.Tensor, kernel: Call = paged_attention) -> Call:
         device, kind = self.bench.device, self.kind
-        q = self.bench.normal(self.sequences * self.rows, kind.kv_heads * kind.group, kind.head_dim, dtype=kind.dtype)
+        q = self._random(kind.kv_heads * kind.group)
         starts = torch.arange(0, len(q) + 1, self.rows, dtype=torch.int32, device=device)
         lengths = torch.full((self.sequences,), self.length, dtype=torch.int32, device=device)
-        return partial(paged_attention, q, pages, tables, starts, lengths, kind.head_dim**-0.5)
+        return partial(kernel, q, pages, tables, starts, lengths, kind.head_dim**-0.5)
+
+    def own(self) -> OwnRows:
+        """For kernels that read it."""
+        lengths = HostLengths(*(np.full(self.sequences, number) for number in (self.rows, self.length)))
+        return OwnRows(self._random(self.kind.kv_heads), self._random(self.kind.kv_heads), lengths)
+
+    def _random(self, heads: int) -> torch.Tensor:
+        return self.bench.normal(self.sequences * self.rows, heads, self.kind.head_dim, dtype=self.kind.dtype)
 
 
 def timed_kind(bench: Bench, format: KVFormat = KVFormat.BF16) -> Kind:

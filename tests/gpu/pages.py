@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from gpu.bench import Bench
 from paged import plain_attention, random_transforms
 
 from configs.kv import KVFormat, KVOrder, KVSpec, LayerKV
 from kernels import reference
-from kernels.ops import KVTransform, LayerPages
+from kernels.ops import HostLengths, KVTransform, LayerPages, OwnRows
 from kernels.reference import kv_formats
 from kernels.reference.pages import gather_kv
 
@@ -84,7 +85,7 @@ class Sequences:
         shape = sum(lengths), kind.kv_heads, kind.head_dim
         k, v = (bench.normal(*shape, dtype=kind.dtype, seed=seed) for seed in (1, 2))
         queries = bench.normal(sum(lengths), kind.kv_heads * kind.group, kind.head_dim, dtype=kind.dtype, seed=3)
-        self.q = list(queries.split(self.lengths))
+        self.q, self.k, self.v = (list(x.split(self.lengths)) for x in (queries, k, v))
         reference.store_kv(k, v, self.pages, torch.cat([self.slots(b) for b in range(len(lengths))]))
 
     def slots(self, b: int) -> torch.Tensor:
@@ -100,6 +101,12 @@ class Sequences:
         tables = self.tables[[b for b, _, _ in parts]].contiguous()
         q = q.float() if wide else q
         return kernel(q, self.pages, tables, starts.to(device), lengths.to(device), self.scale, **asked)
+
+    def own(self, parts: Sequence[Part]) -> OwnRows:
+        """Of those rows, for kernels that read it."""
+        k, v = (torch.cat([x[b][first:last] for b, first, last in parts]) for x in (self.k, self.v))
+        rows, ends = np.array([last - first for _, first, last in parts]), np.array([last for _, _, last in parts])
+        return OwnRows(k, v, HostLengths(rows, ends))
 
     def plain(self, part: Part, **asked) -> torch.Tensor:
         """By torch in the queries' number format, of what the pages mean."""

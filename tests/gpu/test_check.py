@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import pytest
 import torch
+from flash_library import on_a_gpu
 from gpu import check, engines, random_model
 from gpu.bench import Bench, Ceilings, check_error, check_products, equal, poisoned
 from gpu.check import Place, Process, Section, run_apart
@@ -318,6 +319,69 @@ def test_few_rows_should_be_stored_in_no_more_than_a_launch(timed: Bench) -> Non
         kernels.stores(timed, random_model.TINY, rows)
     missed = ["MISSED" in line.text for line in timed.findings.lines]
     assert missed == [False] * 4 + [True] * 4
+
+
+# ------------------------------------------------------------------ flash-attn
+@needs_triton
+def test_flash_attn_is_compared_where_it_is_installed(timed: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu.checks import flash
+
+    compared: list[object] = []
+    monkeypatch.setattr(flash, "compare", lambda bench, name, kernel: compared.append((name, type(kernel))))
+    with on_a_gpu(monkeypatch) as library:
+        flash.run(timed)
+        missing = [(line.what, line.text.partition(" (")[0]) for line in timed.findings.lines]
+        library.install(monkeypatch, 2, 3)
+        flash.run(timed)
+    assert missing == [
+        ("flash-attn 3", "flash_attn_interface is not installed"), ("flash-attn 2", "flash_attn is not installed")
+    ]  # fmt: skip
+    assert compared == [("flash-attn 3", flash.Flash3), ("flash-attn 2", flash.Flash2)]
+
+
+COMPARE_FLASH = """
+from pathlib import Path
+from types import SimpleNamespace
+
+import interpreted
+from flash_library import FlashLibrary
+from gpu.bench import Bench
+from gpu.checks.flash import compare
+from gpu.findings import Findings
+
+from kernels import flash, reference
+
+interpreted.improve()
+library, splits = FlashLibrary(), set()
+flash.choose = lambda *asked: SimpleNamespace(function=reference.paged_attention)
+
+def of(function, factor=1.0):
+    def call(*arguments, **options):
+        splits.add(options.get("num_splits"))
+        if "num_splits" in options:
+            options["num_splits"] = 1  # all that the stand-in takes
+        return function(*arguments, **options) * factor
+    return call
+
+for kernel, wrong in (
+    (flash.Flash3(of(library.with_kvcache_3)), 0),
+    (flash.Flash2(of(library.varlen, 1.1), of(library.with_kvcache_2)), 4),
+):
+    findings = Findings()
+    compare(Bench(findings, Path(), Path(), is_tiny=True), type(kernel).__name__, kernel)
+    assert [line.ok for line in findings.lines].count(False) == wrong, findings.lines
+    assert [line.ok for line in findings.lines].count(True) == 12 - wrong, findings.lines
+    beside = [line for line in findings.lines if line.what.startswith("  beside")]
+    assert len(beside) == 3 and all("times as fast" in line.text for line in beside), findings.lines
+assert splits == {None, 0, 1}, splits
+"""
+
+
+@needs_triton
+def test_flash_attn_is_judged_and_timed(tmp_path: Path) -> None:
+    """By a stand-in, whose release 2 errs where it computes several rows: all but single ones."""
+    variables = environment(tmp_path) | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", COMPARE_FLASH], env=variables, cwd=tmp_path, check=True)
 
 
 # ------------------------------------------------------------------ how it judges
