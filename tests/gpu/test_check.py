@@ -321,6 +321,31 @@ def test_few_rows_should_be_stored_in_no_more_than_a_launch(timed: Bench) -> Non
     assert missed == [False] * 4 + [True] * 4
 
 
+# ------------------------------------------------------------------ attention
+@needs_triton
+def test_attention_by_splits_is_computed_by_splits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little room partial results have: else it would be compared with itself."""
+    from gpu.checks import attention as section
+    from gpu.pages import Kind
+
+    from kernels.ops import LayerPages
+    from kernels.triton import attention
+
+    ways: list[object] = []
+    monkeypatch.setattr(attention, "STATES", 2**20)
+    monkeypatch.setattr(attention.Call, "by_splits", lambda call, alone: ways.append(("by splits", alone)))
+    monkeypatch.setattr(attention.Call, "by_rows", lambda call: ways.append("by rows"))
+    kind = Kind(torch.float16, group=4, **section.LARGE)
+    pages = LayerPages(torch.zeros(1, kind.spec.block_bytes, dtype=torch.uint8), kind.spec, 1)
+    rows, lengths = torch.tensor([0, *section.ROWS]), torch.tensor(section.MIXED, dtype=torch.int32)
+    tables = torch.zeros(len(lengths), max(section.MIXED) // kind.block_size + 1, dtype=torch.int32)
+    q = torch.zeros(int(rows.sum()), kind.kv_heads * kind.group, kind.head_dim, dtype=kind.dtype)
+    for way in (section.SPLITS_ALONE, section.ROWS_ALONE, section.IN_ROUNDS):
+        with section.by(way):
+            attention.paged_attention(q, pages, tables, rows.cumsum(0).to(torch.int32), lengths, 1.0)
+    assert ways == [("by splits", False), *[("by splits", True), "by rows"] * 2]
+
+
 # ------------------------------------------------------------------ flash-attn
 @needs_triton
 def test_flash_attn_is_compared_where_it_is_installed(timed: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

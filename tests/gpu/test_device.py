@@ -158,12 +158,13 @@ def test_fp32_products_are_fp32(gpu: Device) -> None:
 
 
 def test_int8_weights(gpu: Device) -> None:
+    """In Triton, on tensor cores, which truncate sums of fp32: see `gpu.bench.check_products`."""
     x, weight = torch.randn(64, 1024), torch.randn(128, 1024) / 32
     made = Int8Weight.empty(128, 1024, gpu.place)
     made.fill(slice(0, 128), weight)
     found = ops.linear(x.to(gpu.place), ops.pack_coded_linear(made, torch.float32)).cpu()
     expected = x.double() @ (made.codes.cpu().double() * made.scales.cpu().double().unsqueeze(1)).T
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

@@ -29,6 +29,7 @@ CASES: list[Case] = [
     (Kind(BF16, **LARGE), {"sinks": True}),
     (Kind(FP16, group=4, **LARGE), {}),
     (Kind(FP32, group=3, kv_heads=3, head_dim=64), {}),
+    (Kind(FP32, kv_heads=2, head_dim=256), {}),
     (Kind(BF16, group=1, kv_heads=6, head_dim=96, block_size=32), {"window": 64, "softcap": 50.0}),
     (Kind(BF16, group=7, kv_heads=4, head_dim=128), {}),
     (Kind(BF16, group=8, kv_heads=2, head_dim=256, block_size=32), {}),
@@ -45,7 +46,8 @@ CASES: list[Case] = [
     (Kind(BF16, (F.FP8_E4M3,) * 2, static=True, **LARGE), {}),
     (Kind(BF16, (F.INT8,) * 2, static=True, centred=False), {"softcap": 20.0}),
 ]
-ROWS_ALONE, SPLITS_ALONE = 0, 2**30
+ROWS_ALONE, SPLITS_ALONE, IN_ROUNDS = {"PREFILL_HEADS": 0}, {"PREFILL_HEADS": 2**30, "STATES": 2**40}, {"STATES": 1}
+"""Prompts by rows; by splits as decoding is, with room for all partial results; single rows one sequence at a time."""
 FAR = [(Kind(BF16, **LARGE), 33000), (Kind(BF16, (F.INT4,) * 2, **LARGE), 130000)]
 """A layer, blocks of its pool: past what 32 bits count"""
 TINY: list[Case] = [
@@ -89,6 +91,9 @@ def check(bench: Bench, kind: Kind, asked: dict[str, Any], lengths: Sequence[int
         bench.same_bits(f"attention, {name}, by splits", lambda: sequences.attend(paged_attention, parts, **asked))
         splits = sequences.attend(paged_attention, parts, **asked)
     findings.verdict(f"attention, {name}, by splits and by rows", equal(splits, found))
+    with by(IN_ROUNDS):
+        rounds = sequences.attend(paged_attention, parts, **asked)
+    findings.verdict(f"attention, {name}, in rounds", equal(rounds, found))
     alone = torch.cat([sequences.attend(paged_attention, [part], **asked) for part in parts])
     findings.verdict(f"attention, {name}, alone and in company", equal(alone, found))
     findings.verdict(f"attention, {name}, upside down", equal(reversed_order(sequences, parts, asked), found))
@@ -98,9 +103,8 @@ def check(bench: Bench, kind: Kind, asked: dict[str, Any], lengths: Sequence[int
         )
 
 
-def by(rows_times_heads: int) -> AbstractContextManager[object]:
-    """From so many on prompts are computed by rows, else by splits as decoding is."""
-    return patch.object(attention, "PREFILL_HEADS", rows_times_heads)
+def by(way: dict[str, int]) -> AbstractContextManager[object]:
+    return patch.multiple(attention, **way)
 
 
 def reversed_order(sequences: Sequences, parts: Sequence[Part], asked: dict[str, Any]) -> torch.Tensor:
