@@ -223,13 +223,13 @@ def attend(
 
 
 ATTENTION: dict[str, tuple[Callable[[], attention.Shape], int]] = {
-    "bf16": (lambda: attend((32, 8), 128), 64),
+    "bf16": (lambda: attend((32, 8), 128), 144),
     "bf16, all that is asked": (lambda: attend((9, 3), 64, window=100, softcap=30.0, sinks=torch.zeros(9)), 0),
     "bf16, long heads": (lambda: attend((8, 4), 256), 512),
-    "int8": (lambda: attend((32, 8), 128, BF16, (F.INT8, F.INT8)), 96),
-    "int4": (lambda: attend((32, 8), 128, BF16, (F.INT4, F.INT4)), 96),
+    "int8": (lambda: attend((32, 8), 128, BF16, (F.INT8, F.INT8)), 656),
+    "int4": (lambda: attend((32, 8), 128, BF16, (F.INT4, F.INT4)), 256),
     "bf16, int4": (lambda: attend((32, 8), 96, BF16, (F.BF16, F.INT4)), 96),
-    "e4m3": (lambda: attend((32, 8), 128, BF16, (F.FP8_E4M3, F.FP8_E4M3)), 96),
+    "e4m3": (lambda: attend((32, 8), 128, BF16, (F.FP8_E4M3, F.FP8_E4M3)), 672),
     "static e4m3, e5m2": (lambda: attend((32, 8), 128, BF16, (F.FP8_E4M3, F.FP8_E5M2), static=True), 64),
     "fp16": (lambda: attend((32, 32), 80, FP16, (F.FP16, F.FP16)), 64),
     "fp32": (lambda: attend((9, 3), 64, FP32, (F.FP32, F.FP32)), 0),
