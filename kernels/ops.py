@@ -112,7 +112,7 @@ class HostLengths:
     rows: npt.NDArray[np.int64]
     """[B]: rows of each sequence in this step"""
     contexts: npt.NDArray[np.int64]
-    """[B]: context length of each, these rows included"""
+    """[B]: context length of each, these rows included; in a step that is captured the most it will ever be"""
 
     @functools.cached_property
     def num_decodes(self) -> int:

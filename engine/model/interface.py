@@ -31,7 +31,7 @@ class ForwardBatch:
     adapter_slots: torch.Tensor | None = None
     """int32 [T]: LoRA adapter of each token, 0: none; None: no adapters at all"""
     lengths: HostLengths | None = None
-    """Of the sequences, as `query_start` and `seq_lens` say too; None: the host does not know"""
+    """What the host knows of `query_start` and `seq_lens`, of a captured step for all its replays; None: nothing"""
 
 
 class KVStore(Protocol):

@@ -9,7 +9,8 @@ input id therefore travels as a place in `tokens`: behind the slots follow all i
 itself, and one gather serves both.
 
 A step may be padded to a larger size, so that it fits what was captured (`graphs`): with rows of one token that nobody
-stores (slot_mapping -1) of sequences without any (seq_lens 0). They belong to the spare slot, behind all others.
+stores (slot_mapping -1) of sequences without any (seq_lens 0). They belong to the spare slot, behind all others. What
+the host says of such a step holds for all of its size: tables as wide, and contexts as long, as any may be.
 """
 
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ class DeviceInputs:
             return np.concatenate([values, np.full(pads, fill, values.dtype)]) if pads else values
 
         starts_and_ends = self._arranger.arange[: count + 1] if pads else arrays.query_start
+        most, block_size = self.tables.shape[2], self.rows.block_size
         staging.begin()
         step = DeviceStep(
             places=staging.int64(padded(self._places(arrays), self._spare + 1)),
@@ -129,8 +131,10 @@ class DeviceInputs:
                 choices=staging.int64(padded(columns.index.view(np.int64)[drawing])),
                 positions=staging.int64(padded(arrays.seq_lens[arrays.samples])),
             ),
-            lengths=HostLengths(np.diff(starts_and_ends), padded(arrays.seq_lens)),
-            width=self.tables.shape[2] if size else -(-int(arrays.seq_lens.max()) // self.rows.block_size),
+            lengths=HostLengths(
+                np.diff(starts_and_ends), np.full(count, most * block_size) if size else arrays.seq_lens
+            ),
+            width=most if size else -(-int(arrays.seq_lens.max()) // block_size),
         )
         added = self._added_blocks(plan)
         entries = staging.int64(added) if len(added) else None

@@ -69,7 +69,7 @@ class World:
             rows.append_blocks(slot, ids)
         fits = padded and max(plan.num_tokens) == 1
         staged = self.inputs.stage(plan, SLOTS if fits else None)
-        self.device.launch(self.checking(staged, self.expected(plan), SLOTS - len(plan.slots) if fits else 0))
+        self.device.launch(self.checking(staged, self.expected(plan), fits))
         late = [slot for slot in plan.slots if self.random.random() < 0.5]
         rows.num_computed[plan.slots] += plan.num_tokens
         for slot in plan.slots:
@@ -103,16 +103,19 @@ class World:
             "choices": [int(columns.index[slot]) for slot in plan.slots],
         }  # fmt: skip
 
-    def checking(self, staged: DeviceStep, wanted: dict[str, object], pads: int):
+    def checking(self, staged: DeviceStep, wanted: dict[str, object], is_sized: bool):
         def check() -> None:
             batch, draw = self.inputs.batch(staged), staged.draw
+            count = SLOTS if is_sized else len(wanted["lens"])
+            pads = count - len(wanted["lens"])
             assert batch.input_ids.tolist() == wanted["ids"] + [0] * pads
             assert batch.positions.tolist() == wanted["positions"] + [0] * pads
             for found, mapping in zip(batch.slot_mapping, wanted["mappings"], strict=True):
                 assert found.tolist() == mapping + [-1] * pads
-            count = len(wanted["lens"]) + pads
+            assert not is_sized or batch.block_tables[0].shape[1] == self.rows.block_tables.shape[2]
             assert batch.seq_lens.tolist() == wanted["lens"] + [0] * pads
-            assert batch.lengths.contexts.tolist() == batch.seq_lens.tolist()
+            longest = batch.block_tables[0].shape[1] * SIZE
+            assert batch.lengths.contexts.tolist() == ([longest] * count if is_sized else wanted["lens"])
             assert batch.lengths.rows.tolist() == batch.query_start.diff().tolist()
             starts = wanted["starts"]
             assert batch.query_start.tolist() == starts + [starts[-1] + 1 + pad for pad in range(pads)]
