@@ -5,6 +5,9 @@
                    rows of sequences without earlier context, whose K and V are at hand beside the pages
                    (`ops.OwnRows`), and other rows get what serves where nobody is named
 
+Nothing waits for the device, and steps can be captured: the longest context that is named is what the tables have room
+for. Rows of sequences without tokens, as padded steps have them, get zeros.
+
 It is never chosen by itself: a prompt's bits would depend on whether some of it was cached already, and on whether rows
 were computed one at a time or many. num_splits is 1, so that the lengths of other sequences do not decide how a row's
 sum is divided. It multiplies what it does not show a row by 0: where that is not finite, the row is not either.
@@ -17,6 +20,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -37,6 +41,9 @@ FLASH_2, FLASH_3 = "flash-attn 2", "flash-attn 3"
 PAGE = 256
 """Tokens: pages that flash-attn 2 reads hold a multiple of it."""
 MAX_HEAD_DIM = 256
+ASKS = (2, 8, 4)
+"""From this release on flash-attn 2 checks the lengths of decoding sequences against the width of the table, and waits
+for the device to know them (its pull request 2711)."""
 VECTOR = 16
 """Bytes that are loaded at once: rows begin at multiples of it."""
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -93,8 +100,8 @@ class Flash2:
 
     varlen: Callable[..., Any]
     """`flash_attn.flash_attn_varlen_func`"""
-    with_kvcache: Callable[..., Any]
-    """`flash_attn.flash_attn_with_kvcache`"""
+    with_kvcache: Callable[..., Any] | None
+    """`flash_attn.flash_attn_with_kvcache`; None: it waits for the device (`ASKS`)."""
     _views: WeakKeyDictionary[LayerPages, Views] = field(default_factory=WeakKeyDictionary)
     _runs: WeakKeyDictionary[HostLengths, tuple["Run", ...]] = field(default_factory=WeakKeyDictionary)
 
@@ -164,12 +171,14 @@ class Flash2:
         lengths: HostLengths | None,
         how: dict[str, Any],
     ) -> torch.Tensor:
-        """Sequences of one row by `with_kvcache`: the other function would divide their sums as the batch suggests."""
+        """Sequences of one row by `with_kvcache`: without a window it reads K and V once for all heads of a group."""
         q = aligned(q)
         k, v = known(self._views, pages)
         decodes, longest = (0, len(q)) if lengths is None else (lengths.num_decodes, int(lengths.rows.max()))
         parts = []
-        if decodes:
+        if self.with_kvcache is None:
+            decodes = 0
+        elif decodes:
             out = self.with_kvcache(
                 q[:decodes].unsqueeze(1),
                 k,
@@ -298,7 +307,10 @@ def offer_2(device: str, dtype: torch.dtype) -> Accepted | Refused:
     with_kvcache = _function(module, "flash_attn_with_kvcache", needed)
     if isinstance(varlen, Refused):
         return varlen
-    return with_kvcache if isinstance(with_kvcache, Refused) else Accepted(Flash2(varlen, with_kvcache))
+    if isinstance(with_kvcache, Refused):
+        return with_kvcache
+    release = tuple(int(number) for number in re.findall(r"\d+", getattr(module, "__version__", ""))[:3])
+    return Accepted(Flash2(varlen, None if release >= ASKS else with_kvcache))
 
 
 def _refuses_device(dtype: torch.dtype) -> str | None:

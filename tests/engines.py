@@ -33,6 +33,8 @@ from engine.runner.kv_store import KVTransforms, static_transforms
 from engine.runner.link import CudaLink, Link
 from engine.runner.model_runner import CacheUse, ModelRunner
 from engine.sampling_params import SamplingParams
+from kernels import flash
+from kernels.registry import AUTO
 from kernels.threads import num_threads, set_threads
 
 DTYPES: dict[torch.dtype, DType] = {dtype: name for name, dtype in device.DTYPES.items()}
@@ -121,10 +123,12 @@ class Engine:
         prefix_caching: bool = True,
         num_extents: int | None = None,
         link: Link | None = None,
+        backend: str = AUTO,
     ) -> None:
         """`num_extents`: pages of each windowed group, as many as `num_blocks` if not given; `link`: to a device that
-        the host runs ahead of; a GPU has its own."""
-        layout = KVLayout.of(loaded.kv_layers, block_size, order=KVOrder.of(loaded.device.type != "cpu"))
+        the host runs ahead of; a GPU has its own; `backend`: of attention; flash-attn reads pages as a GPU has them."""
+        order = KVOrder.of(loaded.device.type != "cpu" or backend == flash.BACKEND)
+        layout = KVLayout.of(loaded.kv_layers, block_size, order=order)
         counts = [num_blocks, *[num_extents or num_blocks] * (len(layout.groups) - 1)]
         pages = [
             WindowPages.plan(group.window, count, block_size, chunk)
@@ -136,7 +140,7 @@ class Engine:
         limits = SchedulerLimits(max_num_seqs, chunk, window, kv_refresh_interval=loaded.refresh_interval)
         plain = None if loaded.refresh_interval is None else PLAIN[DTYPES[loaded.dtype]]
         model, device = loaded.model, loaded.device
-        use = CacheUse(loaded.transforms, plain)
+        use = CacheUse(loaded.transforms, plain, backend)
         runner = ModelRunner(model, loaded.config, layout, counts, limits, device, use)
         if link is None and device.type != "cpu":
             link = CudaLink(device)

@@ -111,9 +111,9 @@ class Alone:
 
 
 class Day:
-    """An engine with random settings and a random course of events."""
+    """An engine with random settings, but for those given, and a random course of events."""
 
-    def __init__(self, loaded: Loaded, seed: int) -> None:
+    def __init__(self, loaded: Loaded, seed: int, **options: object) -> None:
         self.random = r = Random(seed)
         self.device = LateDevice(r.choice([None, seed]))
         self.engine = ahead(
@@ -124,6 +124,7 @@ class Day:
             num_blocks=r.choice([10, 12, 16, 40]),
             chunk=r.choice([7, 16, 64]),
             prefix_caching=r.random() < 0.8,
+            **options,
         )
         self.stems = [self.tokens(r.randrange(3, 24)) for _ in range(2)]
         self.asked: dict[str, tuple[tuple[int, ...], SamplingParams, int]] = {}
@@ -227,10 +228,10 @@ class Day:
                 self.seen[name] += len(ours)
 
 
-def live(loaded: Loaded, alone: Alone, days: range) -> Counter[str]:
+def live(loaded: Loaded, alone: Alone, days: range, **options: object) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in days:
-        day = Day(loaded, seed)
+        day = Day(loaded, seed, **options)
         try:
             day.live()
             day.judge(alone)

@@ -1,6 +1,7 @@
 """Kernels that a device could capture, in plain torch: shapes follow from shapes alone, and no number leads to Python.
 
 For unquantised pages. Rows without a token to see, as padded steps have them, get NaN: whoever reads one notices.
+Attention is computed in fp64, and so rounds to the same numbers in whatever order it is summed.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import threads
 from packed import by_row
 
 from kernels import ops, reference
@@ -19,9 +21,10 @@ from kernels.reference.pages import _k_view, _v_view
 
 @contextmanager
 def served() -> Iterator[None]:
-    """Everything is computed by these and by the reference, linear layers row by row."""
+    """Everything is computed by these and by the reference, linear layers row by row; by one thread, since others only
+    wait for each other in numbers as few as these."""
     own: dict[str, Callable[..., Any]] = {"store_kv": store_kv, "paged_attention": paged_attention}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, threads(1):
         patch.setattr(ops, "_serve", lambda op, *where: own.get(op) or getattr(reference, op))
         patch.setattr(ops, "linear", by_row)
         patch.setattr(ops, "draw", draw, raising=False)
@@ -63,8 +66,8 @@ def paged_attention(
     if window is not None:
         seen &= token >= (end - window)[:, None]
     groups = q.shape[1] // k.shape[2]
-    keys, values = (x[owner].repeat_interleave(groups, 2).float() for x in (k, v))  # [T, L, Hq, D]
-    scores = cap((q.float()[:, None] * keys).sum(-1) * scale, softcap)
+    keys, values = (x[owner].repeat_interleave(groups, 2).double() for x in (k, v))  # [T, L, Hq, D]
+    scores = cap((q.double()[:, None] * keys).sum(-1) * scale, softcap)
     weights = torch.softmax(scores.masked_fill(~seen[..., None], -torch.inf), 1)
     out = (weights[..., None] * values.masked_fill(~seen[..., None, None], 0.0)).sum(1)
     return out.to(q.dtype).flatten(1)

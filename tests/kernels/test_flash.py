@@ -210,6 +210,29 @@ def test_flash_2_reads_large_pages(kind, window, softcap, others, library: Flash
         assert cache.data_ptr() == call.pages.pool.data_ptr() + call.pages.halves[0].codes.offset
 
 
+@WAYS
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("version", ["2.8.4", "2.9.0.post1+cu130", "2.10"])
+def test_flash_2_is_not_left_to_wait_for_the_device(version, kind, window, softcap, monkeypatch, library: FlashLibrary):
+    library.install(monkeypatch, 2)
+    monkeypatch.setattr(sys.modules["flash_attn"], "__version__", version)
+    kernel = choose("paged_attention", "cuda", torch.bfloat16, BF16, flash.BACKEND).function
+    call = Call(PARTS[kind], PAGE)
+    call.check(call.run(kernel, window, softcap, call.own), window, softcap)
+    assert [name for name, _ in library.calls] == ["varlen"]
+
+
+@pytest.mark.parametrize("release", [2, 3])
+def test_rows_without_tokens_get_zeros(release, library: FlashLibrary):
+    """As padded steps have them; the rows beside them get what is theirs."""
+    kernel = Flash3(library.with_kvcache_3) if release == 3 else Flash2(library.varlen, library.with_kvcache_2)
+    call = Call(PARTS["decoding"], PAGE)
+    full = call.run(kernel, own=call.own)
+    call.lengths[1:3] = 0
+    out = call.run(kernel, own=call.own)
+    assert not out[1:3].any() and torch.equal(out[[0, 3]], full[[0, 3]])
+
+
 def test_flash_2_reads_large_pages_of_rows_of_which_nothing_is_known(library: FlashLibrary):
     call = Call(PARTS["mixed"], PAGE)
     call.check(call.run(Flash2(library.varlen, library.with_kvcache_2)))
