@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from error_rule import allowed_error, error_of
 from paged import all_kernels, few, goes_row_by_row, make_paged, native_kernels, once_for_all_kernels, plain_attention
 
 from kernels import ops
@@ -21,8 +22,7 @@ def plain_results(dtype, window, group, head_dim, block_size):
     for b, first, _ in parts:
         qkv = paged.q[b][first:], paged.k[b], paged.v[b]
         exact = plain_attention(*(x.float() for x in qkv), paged.scale, window)
-        rounded = plain_attention(*qkv, paged.scale, window).float()
-        expected.append((exact, 2 * (rounded - exact).abs().max() + 1e-5))
+        expected.append((exact, allowed_error(plain_attention(*qkv, paged.scale, window), exact)))
     return paged, parts, expected
 
 
@@ -42,7 +42,7 @@ def test_error_is_that_of_plain_torch_at_most_twice(dtype, kernel, window, group
     parts = few(kernel, parts, 20)
     outputs = paged.attend(kernel, parts, window=window)
     for part, out, (exact, allowed) in zip(parts, outputs, expected, strict=True):
-        error = (out.float() - exact[-len(out) :]).abs().max()
+        error = error_of(out, exact[-len(out) :])
         assert error <= allowed, (part, error, allowed)  # NaN fails too
 
 

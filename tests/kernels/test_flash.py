@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from error_rule import assert_near
 from flash_library import FlashLibrary
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,15 +55,13 @@ class Call:
         return kernel(self.q, *where, self.paged.scale, window, softcap, None, own)
 
     def check(self, out, window=None, softcap=None):
-        """By flash-attn's own rule: at most twice as far from fp32 as plain torch in the dtype."""
-        assert out.shape == (len(self.q), self.q.shape[1] * self.q.shape[2]) and out.dtype is self.q.dtype
+        """By flash-attn's own rule."""
+        assert out.shape == (len(self.q), self.q.shape[1] * self.q.shape[2])
         found = out.split([last - first for _, first, last in self.parts])
         for rows, (b, first, last) in zip(found, self.parts, strict=True):
             given = self.paged.q[b][first:last], self.paged.k[b][:last], self.paged.v[b][:last]
             how = self.paged.scale, window, softcap
-            exact = plain_attention(*(x.float() for x in given), *how)
-            usual = (plain_attention(*given, *how).float() - exact).abs().max()
-            assert (rows.float() - exact).abs().max() <= 2 * usual + 1e-5, (b, first, last)
+            assert_near(rows, plain_attention(*given, *how), plain_attention(*(x.float() for x in given), *how))
 
 
 @pytest.fixture

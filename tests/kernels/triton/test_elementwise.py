@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from error_rule import assert_near
 
 from kernels import ops
 from kernels.reference import elementwise as reference
@@ -30,13 +31,6 @@ def strided(rows: int, width: int, dtype: torch.dtype, seed: int = 0, between: i
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results begin as NaN."""
     monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, torch.nan, **kind))
-
-
-def assert_near(found: torch.Tensor, low: torch.Tensor, exact: torch.Tensor) -> None:
-    """At most twice as far from fp32 as plain torch in the same dtype; and of its dtype."""
-    assert found.dtype is low.dtype and exact.dtype is torch.float32
-    error, allowed = (found.float() - exact).abs().max(), (low.float() - exact).abs().max()
-    assert error <= 2 * allowed + 1e-5, (error, allowed)
 
 
 # ------------------------------------------------------------------ norms
