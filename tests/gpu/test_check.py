@@ -391,6 +391,7 @@ def of(function, factor=1.0):
 for kernel, wrong in (
     (flash.Flash3(of(library.with_kvcache_3)), 0),
     (flash.Flash2(of(library.varlen, 1.1), of(library.with_kvcache_2)), 4),
+    (flash.Flash2(of(library.varlen), None), 0),
 ):
     findings = Findings()
     compare(Bench(findings, Path(), Path(), is_tiny=True), type(kernel).__name__, kernel)
