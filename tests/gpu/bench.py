@@ -31,10 +31,8 @@ class Bench:
     """A device and a place for what is found."""
 
     findings: Findings
-    out: Path
-    """For what the run leaves."""
     scratch: Path
-    """For what it needs no longer than it runs."""
+    """For what sections find and make; gone when all have run."""
     is_tiny: bool
     """Kernels are interpreted on a CPU: shapes are tiny, and figures mean nothing."""
     share: int = 0
@@ -78,7 +76,7 @@ class Bench:
     def ceilings(self) -> "Ceilings":
         """What the section of that name has found, else measured now."""
         numbers: dict[str, float] = {}
-        for line in Findings.read(self.out / "ceilings.json").lines:
+        for line in Findings.read(self.scratch / "ceilings.json").lines:
             numbers |= line.numbers
         if "copy" not in numbers or "matmul" not in numbers:
             numbers = measure_ceilings(self)

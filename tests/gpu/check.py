@@ -2,11 +2,13 @@
 
 Sections are processes of their own, so that a kernel that hangs, or breaks the GPU's context, takes none of the others
 with it. Those that ask what is right run side by side, since most of what they do is compiling; those that measure run
-one after the other, alone. Everything is told in one table at the end, and in OUT/check.json. The exit status is 0 if
-all sections have come to their end and all that they asked was right; figures that miss a target do not count.
+one after the other, alone. Everything is told in one table at the end, which is OUT/table.txt too; OUT/check.json has
+all numbers, OUT/log.txt what sections have printed. The exit status is 0 if all sections have come to their end and all
+that they asked was right; figures that miss a target do not count.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -15,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import interpreted
-from gpu.findings import Findings
+from gpu.findings import Finding, Findings
 
 LIMIT = 470.0
 """Seconds for everything."""
@@ -34,7 +36,7 @@ class Section:
     name: str
     title: str
     limit: float
-    """Seconds."""
+    """Seconds that are kept for it. Where others leave time it may take longer."""
     module: str = ""
     """`gpu.checks.NAME` if empty."""
     shares: int = 0
@@ -72,21 +74,23 @@ class Outcome:
     section: Section
     findings: Findings = field(default_factory=Findings)
     seconds: float = 0.0
+    log: str = ""
+    """What its processes have printed."""
 
     @property
-    def wrong(self) -> int:
-        return sum(line.ok is False for line in self.findings.lines)
+    def wrong(self) -> list[Finding]:
+        return [line for line in self.findings.lines if line.ok is False]
 
 
 class Process:
     """A share of a section, running."""
 
-    def __init__(self, section: Section, share: int, place: "Place", limit: float) -> None:
+    def __init__(self, section: Section, share: int, scratch: Path, limit: float) -> None:
         self.name = f"{section.name}-{share}" if section.shares > 1 else section.name
-        self._found, self._log = place.out / f"{self.name}.json", place.out / f"{self.name}.txt"
+        self._found, self._log = scratch / f"{self.name}.json", scratch / f"{self.name}.txt"
         self._found.unlink(missing_ok=True)
-        command = [sys.executable, "-P", "-m", "gpu.section", section.path, self.name, str(place.out)]
-        command += [str(place.scratch), f"{share}/{max(1, section.shares)}"]
+        command = [sys.executable, "-P", "-m", "gpu.section", section.path, self.name, str(scratch)]
+        command.append(f"{share}/{max(1, section.shares)}")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         self._end = time.monotonic() + limit
@@ -101,7 +105,7 @@ class Process:
                 end = signal.Signals(-code).name if code < 0 else f"status {code}"
                 words = f"it ended with {end}: {self._last_words()}"
         except subprocess.TimeoutExpired:
-            words = f"stopped after {self._limit:g} s"
+            words = f"stopped after {self._limit:.1f} s"
         self.stop()
         findings = Findings.read(self._found)
         if words:
@@ -116,98 +120,108 @@ class Process:
             return
         self._process.wait()
 
+    @property
+    def printed(self) -> str:
+        return self._log.read_text(errors="replace")
+
     def _last_words(self) -> str:
-        return " | ".join(self._log.read_text(errors="replace").split("\n")[-6:]).strip(" |")[-500:]
+        return " | ".join(self.printed.split("\n")[-6:]).strip(" |")[-500:]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a run leaves what it finds, and what it needs for as long as it runs."""
-
-    out: Path
-    scratch: Path
-
-
-def run_apart(sections: Sequence[Section], place: Place, limit: float) -> list[Outcome]:
-    """In processes of their own, in `limit` seconds all together."""
+def run_apart(sections: Sequence[Section], scratch: Path, limit: float) -> Iterator[Outcome]:
+    """In processes of their own, in `limit` seconds all together: first, side by side, those with shares."""
     end = time.monotonic() + limit
-    together = run_together([section for section in sections if section.shares], place, end)
-    return together + [run_together([section], place, end)[0] for section in sections if not section.shares]
+    rounds = [[section] for section in sections if not section.shares]
+    if together := [section for section in sections if section.shares]:
+        rounds.insert(0, together)
+    for number, some in enumerate(rounds):
+        kept = sum(map(limit_of, rounds[number + 1 :]))
+        yield from run_together(some, scratch, until(time.monotonic(), limit_of(some), kept, end))
 
 
-def run_together(sections: Sequence[Section], place: Place, end: float) -> list[Outcome]:
-    """Side by side, each at most until its own limit and until `end`."""
+def limit_of(together: Iterable[Section]) -> float:
+    return max(section.limit for section in together)
+
+
+def until(now: float, limit: float, kept: float, end: float) -> float:
+    """When what begins now is stopped: it has `limit` seconds, and whatever is not kept for others, before the end."""
+    return min(end, max(now + limit, end - kept))
+
+
+def run_together(sections: Sequence[Section], scratch: Path, end: float) -> Iterator[Outcome]:
+    """Side by side, each at most until `end`."""
     start = time.monotonic()
-    outcomes = [Outcome(section) for section in sections]
     if start >= end:
-        for outcome in outcomes:
+        for section in sections:
+            outcome = Outcome(section)
             outcome.findings.verdict(END, False, "not begun: no time was left")
-        return outcomes
-    running: list[tuple[Outcome, Process]] = []
+            yield outcome
+        return
+    running: list[Process] = []
     try:
-        for outcome in outcomes:
-            section = outcome.section
-            limit = min(section.limit, end - start)
-            running += [(outcome, Process(section, share, place, limit)) for share in range(max(1, section.shares))]
-        for outcome, process in running:
-            outcome.findings.extend(process.finish())
+        for section in sections:
+            running += [Process(section, share, scratch, end - start) for share in range(max(1, section.shares))]
+        processes = iter(running)
+        for section in sections:
+            outcome = Outcome(section)
+            for process in itertools.islice(processes, max(1, section.shares)):
+                outcome.findings.extend(process.finish())
+                outcome.log += f"---- {process.name}\n{process.printed}"
             outcome.seconds = time.monotonic() - start
-            tell_of(outcome)
+            yield outcome
     finally:
-        for _, process in running:
+        for process in running:
             process.stop()
-    return outcomes
 
 
-def run_here(sections: Sequence[Section], place: Place) -> list[Outcome]:
+def run_here(sections: Sequence[Section], scratch: Path) -> Iterator[Outcome]:
     """One after the other in this process, whose kernels are interpreted."""
     from gpu.section import run
 
     interpreted.improve()
-    outcomes = []
     for section in sections:
         start = time.monotonic()
-        findings = run(section.path, section.name, place.out, place.scratch, interpreted=True)
-        outcomes.append(Outcome(section, findings, time.monotonic() - start))
-        tell_of(outcomes[-1])
-    return outcomes
+        findings = run(section.path, section.name, scratch, interpreted=True)
+        yield Outcome(section, findings, time.monotonic() - start)
 
 
 # ------------------------------------------------------------------ the table
-def table(outcomes: Iterable[Outcome], is_interpreted: bool) -> Iterable[str]:
-    """Figures, and what was wrong; what was right is counted."""
-    total = wrong = 0
+def table(outcomes: Sequence[Outcome], is_interpreted: bool) -> Iterator[str]:
+    """Figures, and what was wrong; what was right is counted. At the end once more what was wrong, where it is seen."""
+    total = 0
     for outcome in outcomes:
         lines = outcome.findings.lines
-        verdicts = [line for line in lines if line.ok is not None]
-        total, wrong = total + len(verdicts), wrong + outcome.wrong
+        verdicts = sum(line.ok is not None for line in lines)
+        total += verdicts
         yield f"\n{outcome.section.title}  ({outcome.section.name}, {outcome.seconds:.0f} s)"
         width = max((len(line.what) for line in lines if line.ok is None), default=0)
         yield from (f"  {line.what:{width}}  {line.text}" for line in lines if line.ok is None)
-        yield from (f"  WRONG  {line.what}: {line.text}" for line in verdicts if not line.ok)
+        yield from (f"  WRONG  {line.what}: {line.text}" for line in outcome.wrong)
         if verdicts:
-            yield f"  {len(verdicts) - outcome.wrong} of {len(verdicts)} checks right"
+            yield f"  {verdicts - len(outcome.wrong)} of {verdicts} checks right"
     if is_interpreted:
         yield "\nInterpreted on a CPU, tiny shapes: times and what follows from them mean nothing."
-    yield f"\n{total - wrong} of {total} checks right" + (f", {wrong} WRONG" if wrong else "")
+    wrong = [f"  {outcome.section.name}: {line.what}: {line.text}" for outcome in outcomes for line in outcome.wrong]
+    if wrong:
+        yield "\nWRONG"
+        yield from wrong
+    yield f"\n{total - len(wrong)} of {total} checks right" + (f", {len(wrong)} WRONG" if wrong else "")
 
 
-def write(outcomes: Sequence[Outcome], path: Path, is_interpreted: bool) -> None:
+def leave(outcomes: Sequence[Outcome], out: Path, is_interpreted: bool) -> None:
+    """What is known so far, in files."""
     sections = {
         each.section.name: {
             "title": each.section.title,
             "seconds": each.seconds,
-            "wrong": each.wrong,
+            "wrong": len(each.wrong),
             "lines": [asdict(line) for line in each.findings.lines],
         }
         for each in outcomes
     }
-    path.write_text(json.dumps({"interpreted": is_interpreted, "sections": sections}, indent=1))
-
-
-def tell_of(outcome: Outcome) -> None:
-    """On the way."""
-    print(f"{outcome.section.name}: {outcome.wrong} wrong, {outcome.seconds:.1f} s", file=sys.stderr, flush=True)
+    (out / "check.json").write_text(json.dumps({"interpreted": is_interpreted, "sections": sections}, indent=1))
+    (out / "table.txt").write_text("\n".join(table(outcomes, is_interpreted)) + "\n")
+    (out / "log.txt").write_text("".join(each.log for each in outcomes))
 
 
 def main(arguments: Sequence[str], sections: Sequence[Section] = SECTIONS) -> int:
@@ -223,15 +237,18 @@ def main(arguments: Sequence[str], sections: Sequence[Section] = SECTIONS) -> in
     wanted = [each for each in sections if not asked.section or each.name in asked.section]
     out = asked.out or Path(tempfile.mkdtemp(prefix="octavo-check-"))
     out.mkdir(parents=True, exist_ok=True)
-    place = Place(out, Path(tempfile.mkdtemp(prefix="octavo-check-scratch-")))
-    start = time.monotonic()
+    scratch = Path(tempfile.mkdtemp(prefix="octavo-check-scratch-"))
+    start, outcomes = time.monotonic(), []
     try:
-        outcomes = run_here(wanted, place) if asked.interpret else run_apart(wanted, place, asked.limit)
+        for outcome in run_here(wanted, scratch) if asked.interpret else run_apart(wanted, scratch, asked.limit):
+            outcomes.append(outcome)
+            words = f"{outcome.section.name}: {len(outcome.wrong)} wrong, {outcome.seconds:.1f} s"
+            print(words, file=sys.stderr, flush=True)
+            leave(outcomes, out, asked.interpret)
     finally:
-        shutil.rmtree(place.scratch, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
     for line in table(outcomes, asked.interpret):
         print(line)
-    write(outcomes, out / "check.json", asked.interpret)
     print(f"{time.monotonic() - start:.0f} s; all figures: {out / 'check.json'}")
     return 1 if any(outcome.wrong for outcome in outcomes) else 0
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-NEEDED = ("torch", "triton", "transformers", "safetensors", "msgspec", "pyzmq", "pydantic", "numpy", "pytest")
+NEEDED = ("torch", "triton", "safetensors", "msgspec", "pydantic", "numpy", "pytest")
 """Distributions."""
 
 

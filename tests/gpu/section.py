@@ -1,4 +1,4 @@
-"""Runs one section of the check script in this process: python -m gpu.section MODULE NAME OUT SCRATCH SHARE/SHARES"""
+"""Runs one section of the check script in this process: python -m gpu.section MODULE NAME SCRATCH SHARE/SHARES"""
 
 import importlib
 import sys
@@ -8,15 +8,15 @@ from gpu.bench import Bench
 from gpu.findings import Findings
 
 
-def run(module: str, name: str, out: Path, scratch: Path, share: str = "0/1", interpreted: bool = False) -> Findings:
-    """`module` has a function `run(bench)`. What it finds is in OUT/NAME.json too, from line to line."""
-    findings = Findings(out / f"{name}.json")
+def run(module: str, name: str, scratch: Path, share: str = "0/1", interpreted: bool = False) -> Findings:
+    """`module` has a function `run(bench)`. What it finds is in SCRATCH/NAME.json too, from line to line."""
+    findings = Findings(scratch / f"{name}.json")
     index, count = map(int, share.split("/"))
     with findings.case("the section comes to its end"):
-        importlib.import_module(module).run(Bench(findings, out, scratch, interpreted, index, count))
+        importlib.import_module(module).run(Bench(findings, scratch, interpreted, index, count))
     return findings
 
 
 if __name__ == "__main__":
-    module, name, out, scratch, share = sys.argv[1:]
-    run(module, name, Path(out), Path(scratch), share)
+    module, name, scratch, share = sys.argv[1:]
+    run(module, name, Path(scratch), share)

@@ -20,7 +20,7 @@ import torch
 from flash_library import on_a_gpu
 from gpu import check, engines, random_model
 from gpu.bench import Bench, Ceilings, check_error, check_products, equal, poisoned
-from gpu.check import Place, Process, Section, run_apart
+from gpu.check import Process, Section, run_apart
 from gpu.checks import dispatch, engine, offline
 from gpu.checks.offline import covered
 from gpu.engines import MODES
@@ -119,25 +119,24 @@ ENDS = {
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, end in ENDS.items():
         (tmp_path / f"{name}.py").write_text(SECTION + end)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests"))))
-    for name in ("out", "scratch"):
-        (tmp_path / name).mkdir()
-    return Place(tmp_path / "out", tmp_path / "scratch")
+    (tmp_path / "scratch").mkdir()
+    return tmp_path / "scratch"
 
 
 def section(name: str, limit: float = 100.0, shares: int = 0) -> Section:
     return Section(name, f"It {name}", limit, name, shares)
 
 
-def test_what_becomes_of_sections(place: Place) -> None:
+def test_what_becomes_of_sections(scratch: Path) -> None:
     """Each keeps what it had found."""
     some = [section("well", shares=2), *map(section, ("raises", "exits", "dies"))]
-    outcomes = run_apart(some, place, 500.0)
+    outcomes = list(run_apart(some, scratch, 500.0))
     assert [outcome.section.name for outcome in outcomes] == [each.name for each in some]
-    assert [outcome.wrong for outcome in outcomes] == [0, 1, 1, 1]
+    assert [len(outcome.wrong) for outcome in outcomes] == [0, 1, 1, 1]
     shares = [line.what for line in outcomes[0].findings.lines if line.ok]
     assert shares == ["share 0 of 2", "share 1 of 2"]
     last = [outcome.findings.lines[-1].text for outcome in outcomes]
@@ -147,12 +146,14 @@ def test_what_becomes_of_sections(place: Place) -> None:
         assert outcome.findings.lines[0].ok and outcome.findings.lines[1].numbers == {"rate": 3.0}
     shown = "\n".join(check.table(outcomes, is_interpreted=False))
     assert "It dies" in shown and "speed  3 TB/s" in shown and "mean nothing" not in shown
-    assert shown.endswith("5 of 8 checks right, 3 WRONG")
+    end = shown[shown.index("\nWRONG\n") :].split("\n")
+    assert [line.partition(":")[0].strip() for line in end[2:5]] == ["raises", "exits", "dies"]
+    assert end[5:] == ["", "5 of 8 checks right, 3 WRONG"]
 
 
-def test_what_hangs_is_stopped_with_all_that_it_has_started(place: Place) -> None:
-    process = Process(section("hangs"), 0, place, 500.0)
-    child = place.scratch / "child"
+def test_what_hangs_is_stopped_with_all_that_it_has_started(scratch: Path) -> None:
+    process = Process(section("hangs"), 0, scratch, 500.0)
+    child = scratch / "child"
     wait_until(child.exists)
     assert is_running(int(child.read_text()))
     process.stop()
@@ -160,12 +161,19 @@ def test_what_hangs_is_stopped_with_all_that_it_has_started(place: Place) -> Non
     assert [line.text for line in process.finish().lines][:2] == ["right", "3 TB/s"]
 
 
-def test_what_takes_too_long_is_stopped(place: Place) -> None:
-    outcomes = run_apart([section("hangs", 0.2, 1), section("hangs", 0.1)], place, 500.0)
-    assert [[line.text for line in outcome.findings.lines] for outcome in outcomes] == [
-        ["stopped after 0.2 s"],
-        ["stopped after 0.1 s"],
-    ]
+def test_what_takes_too_long_is_stopped_and_leaves_others_what_is_kept_for_them(scratch: Path) -> None:
+    outcomes = list(run_apart([section("hangs", 0.2, 1), section("hangs", 0.1), section("well", 90.0)], scratch, 90.5))
+    texts = [[line.text for line in outcome.findings.lines] for outcome in outcomes]
+    assert all(re.fullmatch(r"stopped after 0\.\d s", text) for [text] in texts[:2])
+    assert texts[2] == ["right", "3 TB/s"]
+
+
+def test_a_section_may_take_what_others_leave() -> None:
+    """Arguments: now, its own limit, what is kept for those after it, the end."""
+    assert check.until(0, 150, 320, 470) == 150
+    assert check.until(100, 20, 300, 470) == 170
+    assert check.until(460, 20, 0, 470) == 470
+    assert check.until(0, 150, 320, 100) == 100, "of so little the first has as much as it may take"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -180,20 +188,24 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_what_no_time_is_left_for_is_not_begun(place: Place) -> None:
-    outcomes = run_apart([section("well", shares=1), section("wrong")], place, 0.0)
-    assert [outcome.wrong for outcome in outcomes] == [1, 1]
-    assert "no time was left" in outcomes[1].findings.lines[0].text and not list(place.out.iterdir())
+def test_what_no_time_is_left_for_is_not_begun(scratch: Path) -> None:
+    outcomes = list(run_apart([section("well", shares=1), section("wrong")], scratch, 0.0))
+    assert [len(outcome.wrong) for outcome in outcomes] == [1, 1]
+    assert "no time was left" in outcomes[1].findings.lines[0].text and not list(scratch.iterdir())
 
 
-def test_status_and_files(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    some = [section("well"), section("wrong")]
+def test_status_and_files(scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    some, out = [section("well"), section("wrong"), section("exits")], tmp_path / "out"
     for name, status, words in (("well", 0, "1 of 1 checks right"), ("wrong", 1, "1 of 2 checks right, 1 WRONG")):
-        assert check.main(["--out", str(place.out), name], some) == status
+        assert check.main(["--out", str(out), name], some) == status
         assert words in capsys.readouterr().out
-        found = json.loads((place.out / "check.json").read_text())
+        found = json.loads((out / "check.json").read_text())
         assert list(found["sections"]) == [name] and found["sections"][name]["wrong"] == status
         assert not found["interpreted"]
+    assert check.main(["--out", str(out)], some) == 1
+    assert {path.name for path in out.iterdir()} == {"check.json", "table.txt", "log.txt"}
+    assert (out / "table.txt").read_text() in capsys.readouterr().out
+    assert (out / "log.txt").read_text().endswith("---- exits\ntorn apart\n")
     with pytest.raises(SystemExit):
         check.main(["nonsense"], some)
 
@@ -223,10 +235,10 @@ def test_what_is_compiled_for_checked_engines_serves_timed_ones(
     monkeypatch.setattr(engines, "build_core", build)
     monkeypatch.setattr(engines, "write", lambda folder, shape, device: folder)
     for share in range(len(MODES)):
-        engine.run(Bench(Findings(), tmp_path, tmp_path, False, share, len(MODES)))
+        engine.run(Bench(Findings(), tmp_path, False, share, len(MODES)))
     assert [each.pop("num_gpu_blocks_override") for each in asked] == [engine.BLOCKS] * len(MODES)
     checked, asked[:] = list(asked), []
-    offline.run(Bench(Findings(), tmp_path, tmp_path, False))
+    offline.run(Bench(Findings(), tmp_path, False))
     assert asked == checked and len(asked) == len(MODES)
 
 
@@ -254,7 +266,7 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(
         Bench, "seconds", lambda self, calls, captured=True: 1.0 if calls[0].func is torch.sort else self.took
     )
-    bench = Bench(Findings(), tmp_path, tmp_path, is_tiny=False)
+    bench = Bench(Findings(), tmp_path, is_tiny=False)
     bench.ceilings = Ceilings(copy=100.0, matmul=1000.0)
     return bench
 
@@ -394,7 +406,7 @@ for kernel, wrong in (
     (flash.Flash2(of(library.varlen), None), 0),
 ):
     findings = Findings()
-    compare(Bench(findings, Path(), Path(), is_tiny=True), type(kernel).__name__, kernel)
+    compare(Bench(findings, Path(), is_tiny=True), type(kernel).__name__, kernel)
     assert [line.ok for line in findings.lines].count(False) == wrong, findings.lines
     assert [line.ok for line in findings.lines].count(True) == 12 - wrong, findings.lines
     beside = [line for line in findings.lines if line.what.startswith("  beside")]
@@ -413,7 +425,7 @@ def test_flash_attn_is_judged_and_timed(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ how it judges
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    return Bench(Findings(), tmp_path, tmp_path, is_tiny=True)
+    return Bench(Findings(), tmp_path, is_tiny=True)
 
 
 @pytest.mark.parametrize(
@@ -488,5 +500,5 @@ def test_a_failed_case_is_told_and_the_next_one_runs(bench: Bench) -> None:
 
 def test_shares_deal_all_cases(tmp_path: Path) -> None:
     cases = list(range(10))
-    dealt = [Bench(Findings(), tmp_path, tmp_path, False, share, 4).mine([], cases) for share in range(4)]
+    dealt = [Bench(Findings(), tmp_path, False, share, 4).mine([], cases) for share in range(4)]
     assert sorted(case for some in dealt for case in some) == cases
