@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from error_rule import allowed_error, error_of
 from gpu.findings import Findings
 
 REPEATS = 20
@@ -204,18 +205,11 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def error_of(x: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference; NaN where one of x is."""
-    return float((x.double() - exact.double()).abs().max()) if x.numel() else 0.0
-
-
 def check_error(
     findings: Findings, what: str, found: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, times: float = 2
 ) -> None:
-    """flash-attn's rule: at most `times` the error that plain torch makes in the same number format. Few numbers may be
-    lucky: the largest one's rounding is a quarter of eps at least."""
-    lucky = float(exact.abs().max()) * torch.finfo(found.dtype).eps / 4 if exact.numel() else 0.0
-    error, allowed = error_of(found, exact), times * max(error_of(plain, exact), lucky) + 1e-5
+    """flash-attn's rule (`error_rule`)."""
+    error, allowed = error_of(found, exact), allowed_error(plain, exact, times)
     findings.verdict(what, error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}", error=error, allowed=allowed)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from error_rule import times_plain
 from gpu.bench import Bench, check_error, equal, poisoned
 from gpu.pages import Kind, Part, Sequences
 
@@ -84,7 +85,7 @@ def check(bench: Bench, kind: Kind, asked: dict[str, Any], lengths: Sequence[int
     # A weight of bf16 is rounded with its token's scale in it, where plain torch has none to round. Products of fp32,
     # three of tf32 whose sums are truncated, are off by 3e-6 at most with scores and values of this size, also where a
     # tile's sums are all in one chain: the rule's 1e-5 has room for that, and none for one product of tf32 (1e-3).
-    check_error(findings, f"attention, {name}", found, exact, plain, 3 if kind.layer.formats[1].is_quantised else 2)
+    check_error(findings, f"attention, {name}", found, exact, plain, times_plain(kind.layer, kind.dtype))
     with by(ROWS_ALONE):
         bench.same_bits(f"attention, {name}, by rows", lambda: sequences.attend(paged_attention, parts, **asked))
     with by(SPLITS_ALONE):
