@@ -48,23 +48,24 @@ class Section:
 
 
 SECTIONS = (
-    Section("dispatch", "What serves on this machine", 170, shares=1),
-    Section("attention", "Paged attention is right", 170, shares=7),
-    Section("store", "Storing K and V is right", 170, shares=3),
-    Section("elementwise", "Norms, rotary embedding, gates and rows are right", 170, shares=1),
-    Section("linear", "Linear layers are right", 170, shares=2),
-    Section("blocks", "Copies of blocks are right", 120, shares=1),
-    Section("sampling", "Draws are right", 170, shares=2),
-    Section("engine", "The engine's answers depend on no company", 170, shares=3),
-    Section("ceilings", "Ceilings", 40),
-    Section("decode", "Decoding: K and V read", 75),
-    Section("prefill", "Prompts: products of attention", 60),
-    Section("offline", "The engine on a model of random weights", 160),
-    Section("kernels", "Short kernels", 60),
-    Section("flash", "flash-attn, and ours beside it", 40),
-    Section("layout", "Blocks of all layers against a pool for each", 40),
-    Section("invariance", "What it costs that company does not matter", 60),
+    Section("attention", "Paged attention is right", 140, shares=7),
+    Section("sampling", "Draws are right", 140, shares=4),
+    Section("engine", "The engine's answers depend on no company", 140, shares=3),
+    Section("linear", "Linear layers are right", 140, shares=2),
+    Section("store", "Storing K and V is right", 140, shares=1),
+    Section("elementwise", "Norms, rotary embedding, gates and rows are right", 140, shares=1),
+    Section("blocks", "Copies of blocks are right", 140, shares=1),
+    Section("dispatch", "What serves on this machine", 140, shares=1),
+    Section("ceilings", "Ceilings", 20),
+    Section("decode", "Decoding: K and V read", 50),
+    Section("prefill", "Prompts: products of attention", 25),
+    Section("offline", "The engine on a model of random weights", 120),
+    Section("kernels", "Short kernels", 35),
+    Section("flash", "flash-attn, and ours beside it", 15),
+    Section("invariance", "What it costs that company does not matter", 45),
+    Section("layout", "Blocks of all layers against a pool for each", 20),
 )
+"""Those with shares begin in this order, the longest first; those that measure run in it, what matters most first."""
 
 
 @dataclass

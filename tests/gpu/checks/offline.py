@@ -1,8 +1,8 @@
 """The whole engine, in this process, on a model of random weights: tokens a second, and how long the GPU waits for the
 host.
 
-The workload is nano-vllm's: 256 requests, prompts and answers of 100 to 1,024 tokens, all at once. Whether tokens are
-right is the section `engine`'s question.
+The workload is nano-vllm's: 256 requests, prompts and answers of 100 to 1,024 tokens, all at once; without CUDA graphs
+fewer, as each step takes longer. Whether tokens are right is the section `engine`'s question.
 """
 
 import time
@@ -15,7 +15,9 @@ from gpu.engines import MODES, add, engine, requests, serve
 from engine.core.loop import EngineCore
 
 TARGET, BEST = 12000, 22000
-"""Output tokens a second, on an H200."""
+"""Output tokens a second, on an H200, of the crowd."""
+CROWD, EAGER = 256, 64
+"""Requests, and without CUDA graphs."""
 
 
 def run(bench: Bench) -> None:
@@ -27,7 +29,8 @@ def run(bench: Bench) -> None:
 
 # ------------------------------------------------------------------ speed
 def throughput(bench: Bench, core: EngineCore, mode: str) -> None:
-    asked = requests(bench, *((4, 5, 20) if bench.is_tiny else (256, 100, 1024)), temperature=0.6)
+    count = EAGER if "enforce_eager" in MODES[mode] else CROWD
+    asked = requests(bench, *((4, 5, 20) if bench.is_tiny else (count, 100, 1024)), temperature=0.6)
     serve(core, requests(bench, 2, 5, 8))  # what compiles at the first use has compiled
     core.reset_prefix_cache()
     bench.wait()
@@ -43,7 +46,8 @@ def throughput(bench: Bench, core: EngineCore, mode: str) -> None:
     text = (
         f"{rate:,.0f} output tokens/s, {(prompt + output) / seconds:,.0f} with prompts; {output:,} in {seconds:.1f} s"
     )
-    text += bench.aim(f"{TARGET:,}, at best {BEST:,}", rate >= TARGET)
+    if count == CROWD:
+        text += bench.aim(f"{TARGET:,}, at best {BEST:,}", rate >= TARGET)
     bench.findings.figure(f"{mode}, {len(asked)} requests", text, output_tokens_a_second=rate, seconds=seconds)
     after = core.stats()
     shares = {
