@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from gpu.bench import Bench
 from gpu.random_model import QWEN3_06B, TINY, write
+from gpu.turns import native_kernels
 
 from engine.build import build_core
 from engine.core.loop import EngineCore
@@ -37,6 +38,7 @@ def engine(bench: Bench, mode: str, **settings: Any) -> Iterator[EngineCore]:
     """One of MODES, with `settings` besides. The one before must be gone: it may have had nearly all of the memory."""
     shape = TINY if bench.is_tiny else QWEN3_06B
     folder = str(write(bench.scratch / "model", shape, bench.device))
+    native_kernels(bench.scratch)
     gc.collect()
     if not bench.is_tiny:
         torch.cuda.empty_cache()

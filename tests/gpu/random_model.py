@@ -1,11 +1,11 @@
 """Models of a given shape with random weights, as folders that the engine loads: no network, no tokenizer."""
 
-import fcntl
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from gpu.turns import in_turn
 from safetensors.torch import save_file
 
 
@@ -76,9 +76,7 @@ TINY = Shape(64, 96, 2, 4, 2, 32, 300, window=512)
 def write(folder: Path, shape: Shape, device: torch.device) -> Path:
     """Makes the model in `folder`, unless it is there, and returns it. bf16; weights are drawn on `device`. Of several
     processes one makes it, and the others wait."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with in_turn(folder):
         if not (folder / "model.safetensors").exists():
             _make(folder, shape, device)
     return folder

@@ -18,7 +18,7 @@ from typing import NoReturn
 import pytest
 import torch
 from flash_library import on_a_gpu
-from gpu import check, engines, random_model
+from gpu import check, engines, random_model, turns
 from gpu.bench import Bench, Ceilings, check_error, check_products, equal, poisoned
 from gpu.check import Process, Section, run_apart
 from gpu.checks import dispatch, engine, offline
@@ -27,6 +27,7 @@ from gpu.engines import MODES
 from gpu.findings import Findings
 
 from engine.messages import Launch
+from kernels.cpu import library
 from kernels.triton import offers
 
 ROOT = Path(__file__).parents[2]
@@ -244,6 +245,21 @@ def test_what_is_compiled_for_checked_engines_serves_timed_ones(
     checked, asked[:] = list(asked), []
     offline.run(Bench(Findings(), tmp_path, False))
     assert asked == checked and len(asked) == len(MODES)
+
+
+def test_native_kernels_are_compiled_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[int] = []
+
+    def load() -> None:
+        running.append(len(running))
+        time.sleep(0.05)
+        assert len(running) == 1
+        running.clear()
+
+    monkeypatch.setattr(library, "load", load)
+    monkeypatch.setattr(library, "refusal", lambda: "no compiler")
+    with ThreadPoolExecutor() as pool:
+        assert set(pool.map(turns.native_kernels, [tmp_path] * 3)) == {"no compiler"}
 
 
 def test_one_process_makes_the_model_that_several_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,9 @@ import time
 
 import torch
 from gpu.bench import Bench
+from gpu.turns import native_kernels
 
 from configs.kv import KVFormat
-from kernels.cpu import library
 from kernels.registry import AUTO, INVARIANT, choose
 from kernels.triton import offers
 
@@ -31,7 +31,7 @@ def run(bench: Bench) -> None:
         for dtype in (torch.uint8,) if op.endswith("_blocks") else NUMBERS:
             check(bench, op, dtype)
     start = time.monotonic()
-    words = "ready" if library.load() is not None else str(library.refusal())
+    words = native_kernels(bench.scratch)
     bench.findings.figure("C++ kernels, for what a CPU draws", f"{words}, {time.monotonic() - start:.0f} s")
 
 
