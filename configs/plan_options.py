@@ -97,7 +97,9 @@ class Question:
         return Memory(0, is_gpu=False, is_before_start=True)
 
     def costs_of(self, model: SizedConfig) -> Costs:
-        return Costs.of(self.settings, model, self.dtype, self.kind.is_gpu)
+        """Better than plain torch serves on a GPU, unless that is asked for."""
+        gathers = self.settings.attention_backend == "reference"
+        return Costs.of(self.settings, model, self.dtype, self.kind.is_gpu, gathers)
 
     @cached_property
     def costs(self) -> Costs:

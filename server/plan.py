@@ -211,7 +211,7 @@ def _step(plan: Plan) -> dict[str, str]:
     rows = {
         "logits": write_size(step.logits),
         "activations": write_size(step.activations),
-        "one context": f"{write_size(step.context)}, gathered",
+        **({"one context": f"{write_size(step.context)}, gathered"} if step.context else {}),
         **({"CUDA graphs": write_size(step.graphs)} if step.graphs else {}),
         "other": f"{write_size(step.scores)} of scores, {write_size(step.libraries)} for libraries",
         "in all": f"{write_size(step.total)} at most, set aside on a GPU",

@@ -42,15 +42,20 @@ def _try(executor: ModelExecutor, sequences: int, tokens: int) -> None:
     if runner.refresh is not None:
         [row] = rows = _rows(executor, 1, tokens)
         run(executor, plan_of([0], [len(row.token_ids)], rows, samples=False, refreshed_slots=[0]))
-        run(executor, plan_of([], [], freed_slots=[0]))
+        _leave(executor, rows)
     rows = _rows(executor, sequences, tokens)
     slots = [row.slot for row in rows]
     run(executor, plan_of(slots, [len(row.token_ids) for row in rows], rows))
     if runner.limits.max_model_len > 2:
         copies = [(group, 0, 0) for group in range(len(runner.pools))]
         run(executor, plan_of(slots, [1] * len(slots), copies=copies))
-    run(executor, plan_of([], [], freed_slots=slots))
-    for pool in runner.pools:
+    _leave(executor, rows)
+
+
+def _leave(executor: ModelExecutor, rows: Sequence[NewRow]) -> None:
+    """Slots and blocks as they were."""
+    run(executor, plan_of([], [], freed_slots=[row.slot for row in rows]))
+    for pool in executor.runner.pools:
         pool[: sum(len(row.block_ids[0]) for row in rows)] = 0
 
 

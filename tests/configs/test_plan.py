@@ -88,6 +88,14 @@ def test_gpus_with_a_kv_head_each(models) -> None:
 
 
 # ---------------------------------------------------------------- what fits
+def test_a_context_is_gathered_where_plain_torch_is_asked_for(models) -> None:
+    """As the engine reckons, so that no plan says "served" where the engine refuses."""
+    usual, plain = (
+        plan(models["Llama-3.1-8B"], gpu=80, attention_backend=name).costs.step for name in ("auto", "reference")
+    )
+    assert usual.context == 0 and plain.context == 2 * 131072 * 8 * 128 * 12
+
+
 def test_the_engines_own_pools(models) -> None:
     """The same function with the same numbers."""
     asked = question(models["Llama-3.1-8B"], gpu=80, max_model_len=8192)

@@ -62,6 +62,14 @@ def test_finds_every_tile_of_a_linear_layer(outputs: int, parts: int) -> None:
     assert TILES[0] in {tile for tile, _ in warm}
 
 
+def test_a_refresh_leaves_nothing_behind_either(loaded: Loaded) -> None:
+    """In more blocks than the prompts of a small pool have."""
+    engine = Engine(replace(loaded, kv=INT8), chunk=64, block_size=4, num_blocks=10)
+    plans = warmed(engine, largest=False)
+    blocks = [sum(len(row.block_ids[0]) for row in plan.new_rows) for plan in plans if plan.new_rows]
+    assert blocks == [10, 8] and not engine.executor.runner.pools[0].any()
+
+
 @pytest.mark.parametrize("link", [None, LateDevice], ids=["CPU", "late device"])
 def test_does_all_that_steps_do(link, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws of every kind, copies of blocks, and refreshes where they are asked for."""
