@@ -204,7 +204,8 @@ class PoolPlan:
 
     @property
     def full_sequences(self) -> float:
-        return self.sequences(self.max_model_len)
+        """To a tenth, which is never more than there is room for."""
+        return math.floor(10 * self.sequences(self.max_model_len)) / 10
 
 
 def size_pools(settings: Settings, costs: Costs, memory: Memory) -> PoolPlan:

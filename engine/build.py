@@ -190,6 +190,7 @@ def _summary(name: str, settings: Settings, config: SizedConfig, device: Device,
         "linear": _linear(settings, costs, device),
         "KV format": describe(settings, layout, device.dtype_name),
         "KV pool": _pools(plan, layout),
+        "a step": f"at most {costs.step_tokens:,} tokens, {settings.max_num_seqs} sequences (--max-num-batched-tokens)",
         "fits": f"{plan.full_sequences:.1f} requests of the full {plan.max_model_len} tokens",
     }
     if settings.attention_backend == flash.BACKEND and settings.block_size >= flash.PAGE:

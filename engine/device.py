@@ -112,7 +112,9 @@ class Device:
             place = torch.device("cuda", 0)
             return cls(place, name, found.total_bytes, found.free_bytes, dtype, note, threads)
         if settings.device == "cuda":
-            cure = "use --device cpu" if found.torch_could else "install a torch that has it, or use --device cpu"
+            cure = "use --device cpu"
+            if not found.torch_could:
+                cure = f"install a torch that has it (docs/gpu.md), or {cure}"
             raise StartupError(f"--device cuda is not possible here: {found.reason}. To go on, {cure}.")
         name = f"CPU (no GPU: {found.reason})" if found.torch_could else "CPU"
         return cls(torch.device("cpu"), name, total_memory(), available_memory(), cpu_dtype(settings), "", threads)

@@ -208,9 +208,10 @@ def _layers(kind: LayerKind, rank: LayerKind) -> str:
 
 def _step(plan: Plan) -> dict[str, str]:
     step = plan.costs.step
+    tokens = f"{plan.costs.step_tokens:,} tokens (--max-num-batched-tokens)"
     rows = {
         "logits": write_size(step.logits),
-        "activations": write_size(step.activations),
+        "activations": f"{write_size(step.activations)} of {tokens}",
         **({"one context": f"{write_size(step.context)}, gathered"} if step.context else {}),
         **({"CUDA graphs": write_size(step.graphs)} if step.graphs else {}),
         "other": f"{write_size(step.scores)} of scores, {write_size(step.libraries)} for libraries",

@@ -203,7 +203,7 @@ def of_the_planner() -> list[str]:
         "For Llama-2-7B on 80 GiB, `--max-num-seqs 128`",
         f"| of {found.lengths.p50:,} tokens | of {found.lengths.p95:,} tokens | memory for {found.load.count} of "
         f"{found.load.tokens:,} |",
-        f"`--max-model-len 32768` on 80 GiB holds {many.in_pages.at_load} request of {32768:,} tokens with "
+        f"`--max-model-len 32768` on 80 GiB holds {many.in_pages.at_load} requests of {32768:,} tokens with "
         f"`--max-num-seqs 128`, {few.in_pages.at_load} with 8, and {fewest.at_load} with {fewest.words.split()[1]}, "
         "which is what the planner proposes",
         f"On a CPU {PROCESS_BYTES / 2**20:g} MiB and {TOKEN_BYTES:,} bytes for each entry of the vocabulary are, for",

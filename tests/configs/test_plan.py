@@ -135,7 +135,7 @@ def test_weights_that_do_not_fit(models) -> None:
     found = plan(models["Llama-3.1-70B"], gpu=80)
     assert found.pool is None and found.is_served is False
     assert "--model: the weights" in found.refusal and found.ranks_needed == 2
-    assert {each.at_p95 for each in found.options} == {0}
+    assert {each.at_p95 for each in plan(models["Llama-3.1-70B"], gpu=64).options} == {0}
     assert plan(models["Llama-3.1-70B"], gpu=80, ranks=2).is_served is not None
     assert plan(models["Llama-3.1-70B"], gpu=1).ranks_needed is None, "64 GPUs of 1 GiB hold no 131 GiB"
     assert plan(models["Llama-3.1-70B"], memory=80).ranks_needed is None, "a CPU is not split"
@@ -280,10 +280,10 @@ def more_memory(name: str, words: str, models: dict[str, Any], **given: Any) -> 
 
 def test_a_share_that_is_raised(models) -> None:
     """Above the default too, up to 0.95; without the memory for the load it is no advice."""
-    more_memory("Llama-3.1-8B", "--gpu-memory-utilization 0.27", models, gpu=100, gpu_memory_utilization=0.2)
-    more_memory("Llama-3.1-8B", "--gpu-memory-utilization 0.94", models, gpu=28.4)
-    assert plan(models["Llama-3.1-8B"], gpu=29.5).in_pages.fits
-    for flags in ({"gpu": 27}, {"gpu": 26.6, "gpu_memory_utilization": 0.96}):
+    more_memory("Llama-3.1-8B", "--gpu-memory-utilization 0.24", models, gpu=100, gpu_memory_utilization=0.2)
+    more_memory("Llama-3.1-8B", "--gpu-memory-utilization 0.94", models, gpu=25.2)
+    assert plan(models["Llama-3.1-8B"], gpu=26.4).in_pages.fits
+    for flags in ({"gpu": 24.7}, {"gpu": 24.5, "gpu_memory_utilization": 0.96}):
         found = plan(models["Llama-3.1-8B"], **flags)
         assert not found.in_pages.fits and "memory" not in {each.kind for each in found.options}
 
@@ -354,9 +354,9 @@ def test_fewer_requests_at_once_where_pages_are_kept_for_windows(models) -> None
     """The most that run with themselves as the limit; nothing where layers have no windows, or all run."""
     found = plan(models["Gemma-3-27B"], gpu=80, max_num_seqs=128, max_model_len=32768, context=32768)
     fewer = option(found, "requests")
-    assert found.in_pages.at_load == 1 and (fewer.words, fewer.at_load, fewer.fits) == ("--max-num-seqs 4", 4, False)
+    assert found.in_pages.at_load == 1 and (fewer.words, fewer.at_load, fewer.fits) == ("--max-num-seqs 5", 5, False)
     assert found.options.index(fewer) == 2 and found.advised is not fewer
-    for limit, fits in ((4, True), (5, False)):
+    for limit, fits in ((5, True), (6, False)):
         again = plan(models["Gemma-3-27B"], gpu=80, max_num_seqs=limit, max_model_len=32768, context=32768)
         assert again.in_pages.fits is fits
     for name, gpu, seqs in (("Gemma-3-27B", 80, 4), ("Llama-3.1-8B", 24, 128)):
@@ -426,7 +426,7 @@ def test_the_memory_that_a_load_needs_holds_it_and_no_less_does(
     name: str, count: int, tokens: int, block_size: int, is_gpu: bool, form: str, models
 ) -> None:
     given = Settings(max_num_seqs=64, block_size=block_size, kv_cache_dtype=form)
-    costs = Costs.of(given, models[name], "bfloat16")
+    costs = Costs.of(given, models[name], "bfloat16", is_gpu)
     size = pool_for(given, costs, count, tokens)
     assert size is not None
     sized = given.model_copy(update={"kv_cache_memory_bytes": size})

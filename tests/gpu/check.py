@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import interpreted
+import torch
 from gpu.findings import Finding, Findings
 
 LIMIT = 470.0
@@ -235,6 +236,8 @@ def main(arguments: Sequence[str], sections: Sequence[Section] = SECTIONS) -> in
     unknown = set(asked.section) - {each.name for each in sections}
     if unknown:
         parser.error(f"no section {', '.join(sorted(unknown))}")
+    if sections is SECTIONS and not asked.interpret and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} sees no GPU here; --interpret tries the script on a CPU")
     wanted = [each for each in sections if not asked.section or each.name in asked.section]
     out = asked.out or Path(tempfile.mkdtemp(prefix="octavo-check-"))
     out.mkdir(parents=True, exist_ok=True)

@@ -522,3 +522,10 @@ def test_shares_deal_all_cases(tmp_path: Path) -> None:
     cases = list(range(10))
     dealt = [Bench(Findings(), tmp_path, False, share, 4).mine([], cases) for share in range(4)]
     assert sorted(case for some in dealt for case in some) == cases
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_condemns_no_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        check.main(["attention"])
+    assert end.value.code == 2 and "sees no GPU here; --interpret" in capsys.readouterr().err
