@@ -9,7 +9,7 @@ from error_rule import assert_near, times_plain
 from paged import Paged, make_paged, plain_attention
 from torch.overrides import TorchFunctionMode
 
-from configs.kv import KVFormat, KVOrder, KVSpec, LayerKV
+from configs.kv import KVFormat, KVOrder, LayerKV
 from kernels.triton import attention
 from kernels.triton.attention import paged_attention
 
@@ -253,17 +253,49 @@ def test_no_rows_at_all(formats: tuple[F, F] | None) -> None:
     assert out.shape == (0, 6 * 64) and out.dtype is torch.bfloat16
 
 
-def test_blocks_beyond_4_gib(
-    far_memory: Callable[[int], torch.Tensor], attend: Callable[..., list[torch.Tensor]]
+@pytest.mark.parametrize(
+    ("dtype", "formats"),
+    [
+        (torch.bfloat16, None),
+        (torch.float32, None),
+        (torch.bfloat16, (F.INT8, F.INT4)),
+        (torch.bfloat16, (F.INT4, F.FP8_E4M3)),
+    ],
+    ids=str,
+)
+def test_blocks_beyond_2_to_the_31_numbers(
+    dtype: torch.dtype,
+    formats: tuple[F, F] | None,
+    far_memory: Callable[[int], torch.Tensor],
+    attend: Callable[..., list[torch.Tensor]],
 ) -> None:
-    spec = KVSpec((LayerKV(2, 64, F.BF16),) * 2, 16, KVOrder.ROWS)
-    blocks = (5 << 30) // spec.block_bytes
-    small, far = (make_paged([40], order=KVOrder.ROWS) for _ in range(2))
-    far.pool = far_memory(blocks * spec.block_bytes).view(blocks, spec.block_bytes)
+    """Of the widest format. Codes and scales are counted apart."""
+    small, far = (make_paged([40], dtype=dtype, formats=formats, kv_heads=1, order=KVOrder.ROWS) for _ in range(2))
+    size = far.spec.block_bytes
+    blocks = (9 << 30) // size
+    far.pool = far_memory(blocks * size).view(blocks, size)
     far.tables[0, :3] = torch.tensor([blocks - 1, blocks // 2 + 7, blocks - 2])
     far.store(0)
     parts = [(0, 38, 40)]
     assert torch.equal(attend(far, parts)[0], attend(small, parts)[0])
+
+
+@pytest.mark.parametrize("formats", [None, (F.INT8, F.INT8)])
+def test_rows_and_tables_that_are_far_apart(
+    formats: tuple[F, F] | None,
+    far_memory: Callable[[int], torch.Tensor],
+    attend: Callable[..., list[torch.Tensor]],
+) -> None:
+    """The last begin behind 2**31 numbers. With int8 the queries are read by `rotation`."""
+    paged = make_paged([20, 17, 40], formats=formats, kv_heads=1, order=KVOrder.ROWS)
+    parts = [(0, 19, 20), (1, 16, 17), (2, 38, 40)]
+    expected = torch.cat(attend(paged, parts))
+    rows, apart = torch.cat([paged.q[b][first:last] for b, first, last in parts]), 2**30 + 8
+    q = far_memory(2 * (3 * apart + 3 * 64)).view(torch.bfloat16).as_strided((4, 3, 64), (apart, 64, 1))
+    tables = far_memory(4 * (2 * apart + 4)).view(torch.int32).as_strided((3, 4), (apart, 1))
+    q.copy_(rows), tables.copy_(paged.tables)
+    starts, lengths = torch.tensor([0, 1, 2, 4], dtype=torch.int32), torch.tensor([20, 17, 40], dtype=torch.int32)
+    assert torch.equal(paged_attention(q, paged.pages(), tables, starts, lengths, paged.scale), expected)
 
 
 class Waiting(TorchFunctionMode):
