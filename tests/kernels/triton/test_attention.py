@@ -7,7 +7,6 @@ import pytest
 import torch
 from error_rule import assert_near, times_plain
 from paged import Paged, make_paged, plain_attention
-from torch.overrides import TorchFunctionMode
 
 from configs.kv import KVFormat, KVOrder, LayerKV
 from kernels.triton import attention
@@ -296,31 +295,6 @@ def test_rows_and_tables_that_are_far_apart(
     q.copy_(rows), tables.copy_(paged.tables)
     starts, lengths = torch.tensor([0, 1, 2, 4], dtype=torch.int32), torch.tensor([20, 17, 40], dtype=torch.int32)
     assert torch.equal(paged_attention(q, paged.pages(), tables, starts, lengths, paged.scale), expected)
-
-
-class Waiting(TorchFunctionMode):
-    """Notes whatever makes the host wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        names = "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__index__", "__float__"
-        if func.__name__ in names:
-            self.waited.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_host_never_waits(attend: Callable[..., list[torch.Tensor]]) -> None:
-    paged = make_paged([40, 30], formats=(F.INT8, F.INT8), order=KVOrder.ROWS)
-    starts, lengths = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([40, 30], dtype=torch.int32)
-    q = torch.cat([paged.q[0][-3:], paged.q[1][-1:]])
-    with Waiting() as mode:
-        assert (starts[1] == 3).item()
-        assert mode.waited == ["item"]
-        paged_attention(q, paged.pages(), paged.tables, starts, lengths, paged.scale, 20, None, torch.zeros(6))
-        assert mode.waited == ["item"]
 
 
 def test_pages_as_a_cpu_reads_them_are_refused() -> None:

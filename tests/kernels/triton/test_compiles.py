@@ -1,6 +1,7 @@
 """Every kernel compiles for real GPUs, as its launcher calls it, down to machine code and without spilling registers.
 
-No GPU is needed: a launch, with tensors of the CPU, compiles for an NVIDIA GPU that is not there and runs nothing.
+No GPU is needed: a launch, with tensors of the CPU, compiles for an NVIDIA GPU that is not there and runs nothing. Nor
+does any launcher make the host wait for one.
 """
 
 import functools
@@ -126,12 +127,20 @@ def store_kv(
     pages = LayerPages(pool, spec, 0, k_transform, KVTransform(channels if static else None))
     fused = empty(4, 24 * dims, dtype=dtype)
     k, v = (fused[:, start * dims : (start + 8) * dims].unflatten(1, (8, dims)) for start in (8, 16))
-    store.store_kv(k, v, pages, IDS)
+    store.store_kv(k, v, pages, ids())
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-IDS = torch.zeros(4, dtype=torch.int64)
-POOL = torch.empty(8, 4096, dtype=torch.uint8)
+
+
+def ids() -> torch.Tensor:
+    return torch.zeros(4, dtype=torch.int64)
+
+
+def pool(blocks: int = 8) -> torch.Tensor:
+    return torch.empty(blocks, 4096, dtype=torch.uint8)
+
+
 WIDE_LOADS = {"v4.b32", "v2.b64"}
 """16 bytes for each thread: what it takes to keep memory busy."""
 
@@ -162,11 +171,11 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "norm_rotary, fp32": lambda: rotary((4, 1), 256, 256, True, True, FP32),
     "gate_mul": lambda: elementwise.gate_mul(empty(4, 2 * 14336), "silu"),
     "gate_mul, tanh": lambda: elementwise.gate_mul(empty(4, 2 * 6912, dtype=FP16), "gelu_tanh"),
-    "gather_rows": lambda: elementwise.gather_rows(empty(8, 4096), IDS, 1.0),
-    "gather_rows, scaled": lambda: elementwise.gather_rows(empty(8, 1152), IDS, 34.0),
-    "copy_blocks": lambda: blocks.copy_blocks(POOL, [(0, 1), (2, 3)]),
-    "gather_blocks": lambda: blocks.gather_blocks(POOL, IDS, POOL[:4]),
-    "scatter_blocks": lambda: blocks.scatter_blocks(POOL[:4], IDS, POOL),
+    "gather_rows": lambda: elementwise.gather_rows(empty(8, 4096), ids(), 1.0),
+    "gather_rows, scaled": lambda: elementwise.gather_rows(empty(8, 1152), ids(), 34.0),
+    "copy_blocks": lambda: blocks.copy_blocks(pool(), [(0, 1), (2, 3)]),
+    "gather_blocks": lambda: blocks.gather_blocks(pool(), ids(), pool(4)),
+    "scatter_blocks": lambda: blocks.scatter_blocks(pool(4), ids(), pool()),
     **STORES,
     "draw": lambda: sampling.draw(empty(2, 151936, dtype=FP32), *columns(2, [OFF])),
     "draw, more than 2^18": lambda: sampling.draw(empty(2, 262208, dtype=FP32), *columns(2, [OFF])),
@@ -282,7 +291,7 @@ def multiply(
 ) -> None:
     some = empty(outputs, dtype=dtype) if bias else None
     if codes:
-        packed = linear.pack_coded_linear(Int8Weight.empty(outputs, inputs, torch.device("cpu")), dtype, some)
+        packed = linear.pack_coded_linear(Int8Weight.empty(outputs, inputs, torch.get_default_device()), dtype, some)
     else:
         packed = linear.pack_linear(empty(outputs, inputs, dtype=dtype), some)
     packed(empty(rows, inputs, dtype=dtype), wide=bias)
@@ -329,3 +338,24 @@ def test_a_linear_of_odd_sizes_compiles(launched: list[Any], tmp_path: Path) -> 
     multiply(33, 77, 333)
     multiply(1, 1, 1, bias=True)
     assert launched and all(kernel.asm["cubin"] and spilled(kernel, tmp_path) == 0 for kernel in launched)
+
+
+# ------------------------------------------------------------------ the host
+ALL: dict[str, Callable[[], object]] = {
+    **LAUNCHES,
+    **{f"attention, {name}": make for name, (make, _) in ATTENTION.items()},
+    **{f"linear, {name}": make for name, make in LINEARS.items()},
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_host_never_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a device, as it would where a launcher read what is in a tensor. Those of "meta" hold nothing to be read."""
+    launches: list[object] = []
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda *given, **_: launches.append(given))
+    for module in (attention, linear):
+        monkeypatch.setattr(module, "shared_bytes_of", lambda device: 227 << 10)
+    with torch.device("meta"):
+        ALL[name]()
+    tensors = [each for given in launches for each in given if isinstance(each, torch.Tensor)]
+    assert launches and all(each.is_meta for each in tensors)
