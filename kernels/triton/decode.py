@@ -85,26 +85,20 @@ def attend_splits(
         for split in tl.range(first_split + tl.program_id(1), last_split, tl.num_programs(1), num_stages=1):
             from_token = tl.maximum(split * SHAPE.split, seen_from // SHAPE.tile * SHAPE.tile)
             to_token = tl.minimum(split * SHAPE.split + SHAPE.split, seen_to)
-            nothing, no_weight, no_sums = no_tokens(LINES, SHAPE)
-            most, weight, sums, nothing, no_weight, no_sums = attend_tiles(
-                from_token, to_token, first_end, last_start, queries, nothing, no_weight, no_sums, view, pages,
+            state, _before = attend_tiles(
+                from_token, to_token, first_end, last_start, queries, no_tokens(LINES, SHAPE), view, pages,
                 bend, unit, SHAPE, LINES, False,
             )  # fmt: skip
-            _store_state(states, line * splits + split, places * splits, there, most, weight, sums, SHAPE)
+            _store_state(states, line * splits + split, places * splits, there, state, SHAPE)
 
 
 @triton.jit
 def _store_state(
-    states: tl.tensor,
-    at: tl.tensor,
-    count: tl.tensor,
-    there: tl.tensor,
-    most: tl.tensor,
-    weight: tl.tensor,
-    sums: tl.tensor,
-    SHAPE: tl.constexpr,
+    states: tl.tensor, at: tl.tensor, count: tl.tensor, there: tl.tensor, state: tl.tuple, SHAPE: tl.constexpr
 ) -> None:
-    """states, fp32: `most` of each place, head and split; then `weight` of each; then the `dims` columns of `sums`."""
+    """states: pointer to fp32: `most` of each place, head and split; then `weight` of each; then the `dims` columns of
+    `sums`. at: int64 [LINES], which one each line's is; count: how many there are for each head."""
+    most, weight, sums = state
     count = count.to(tl.int64) * SHAPE.heads
     column = tl.arange(0, SHAPE.width)
     tl.store(states + at, most, mask=there)
@@ -116,7 +110,7 @@ def _store_state(
 @triton.jit
 def _load_state(
     states: tl.tensor, at: tl.tensor, count: tl.tensor, there: tl.tensor, SHAPE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, ...]:
     """What `_store_state` stored; no tokens where none is there."""
     count = count.to(tl.int64) * SHAPE.heads
     column = tl.arange(0, SHAPE.width)
@@ -156,10 +150,9 @@ def merge_splits(
         start = tl.maximum(end - window, 0)
         all_from = tl.maximum(before + low + first_line // SHAPE.heads + 1 - window, 0)
         all_to = before + tl.minimum(low + (first_line + LINES - 1) // SHAPE.heads, high - 1) + 1
-        most, weight, sums = only_sinks(sinks, head, there, LINES, SHAPE)
+        state = only_sinks(sinks, head, there, LINES, SHAPE)
         at = ((place + row).to(tl.int64) * SHAPE.heads + head) * splits
         for split in tl.range(all_from // SPLIT, tl.cdiv(all_to, SPLIT), loop_unroll_factor=4):
             seen = there & (split >= start // SPLIT) & (split * SPLIT < end)
-            next_most, next_weight, next_sums = _load_state(states, at + split, places * splits, seen, SHAPE)
-            most, weight, sums = merged(most, weight, sums, next_most, next_weight, next_sums)
-        store_rows(out, begin + row, head, there, weight, sums, v_channels, SHAPE)
+            state = merged(state, _load_state(states, at + split, places * splits, seen, SHAPE))
+        store_rows(out, begin + row, head, there, state, v_channels, SHAPE)

@@ -63,11 +63,9 @@ def attend_rows(
         queries = load_queries(q, q_stride, begin + line_row, head, there, k_channels, SHAPE)
         table = tables + b.to(tl.int64) * table_stride
         pages = pages_of(table, k_codes, k_scales, v_codes, v_scales, group, SHAPE)
-        all_most, all_weight, all_sums = only_sinks(sinks, head, there, LINES, SHAPE)
+        before = only_sinks(sinks, head, there, LINES, SHAPE)
         from_token = seen_from // SHAPE.tile * SHAPE.tile
-        most, weight, sums, all_most, all_weight, all_sums = attend_tiles(
-            from_token, seen_to, first_end, last_start, queries, all_most, all_weight, all_sums, view, pages,
-            bend, unit, SHAPE, LINES, True,
-        )  # fmt: skip
-        most, weight, sums = merged(all_most, all_weight, all_sums, most, weight, sums)
-        store_rows(out, begin + line_row, head, there, weight, sums, v_channels, SHAPE)
+        split, before = attend_tiles(
+            from_token, seen_to, first_end, last_start, queries, before, view, pages, bend, unit, SHAPE, LINES, True
+        )
+        store_rows(out, begin + line_row, head, there, merged(before, split), v_channels, SHAPE)

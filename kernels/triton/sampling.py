@@ -8,6 +8,17 @@ Three launches:
 
 Sums of weights are sums of integers, and the best score is the best in any order, so how many programs share a row
 does not matter: S decides it, and a token still depends on its row only.
+
+What the kernels are given, each a pointer but for whole numbers:
+
+    logits                        [rows, vocab], any float dtype, rows `stride` numbers apart
+    temperature, top_p, min_p     fp32 [rows]
+    top_k                         int32 [rows]
+    seeds, choices, positions     int64 [rows]
+    maxima                        fp32 [rows, WIDTH], of which a row has `groups`: of GROUP neighbouring tokens each
+    totals, scores, winners       int64, fp32, int32 [rows, chunks]: what each program that shares a row has found
+    scratch                       int64 [rows, WIDTH + CANDIDATES]
+    drawn                         int64 [rows]
 """
 
 import torch
@@ -59,6 +70,9 @@ def _find_maxima(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
+    """Writes maxima: infinite where there is a NaN, -infinity of groups beyond the vocabulary.
+
+    Grid: (rows, chunks), a chunk being `tiles` tiles of TILE tokens."""
     row = tl.program_id(0).to(tl.int64)
     for i in range(tiles):
         group = (tl.program_id(1) * tiles + i) * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
@@ -89,12 +103,16 @@ def _measure(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
+    """Writes, of rows that are drawn without limits, the best score of a chunk and whose it is (winners); of those with
+    top-p and no top-k what a chunk weighs (totals); of others, and where no maximum is finite, nothing.
+
+    Grid: (rows, chunks), a chunk being `tiles` tiles of TILE tokens."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    degrees, k, p, m = _load_limits(row, temperature, top_k, top_p, min_p, vocab)
-    if (degrees >= GREEDY_BELOW) & (k == 0) & ((p < 1.0) | (m <= 0.0)):
+    temperature, k, p, m = _load_limits(row, temperature, top_k, top_p, min_p, vocab)
+    if (temperature >= GREEDY_BELOW) & (k == 0) & ((p < 1.0) | (m <= 0.0)):
         top = tl.max(load_maxima(maxima + row * WIDTH, groups, WIDTH), 0)
         if tl.abs(top) < INFINITY:
-            x, scale, lane = logits + row * stride, scale_of(degrees), tl.arange(0, TILE)
+            x, scale, lane = logits + row * stride, scale_of(temperature), tl.arange(0, TILE)
             out = row * chunks + chunk
             if p < 1.0:
                 sums = tl.zeros([TILE], tl.int64)
@@ -142,15 +160,16 @@ def _finish(
     TILE: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> None:
+    """Writes drawn, -1 where no maximum is finite. Grid: (rows,)"""
     row = tl.program_id(0).to(tl.int64)
-    degrees, k, p, m = _load_limits(row, temperature, top_k, top_p, min_p, vocab)
+    temperature, k, p, m = _load_limits(row, temperature, top_k, top_p, min_p, vocab)
     x, maxima, scratch = logits + row * stride, maxima + row * WIDTH, scratch + row * (WIDTH + CANDIDATES)
     of_groups = load_maxima(maxima, groups, WIDTH)
     top = tl.max(of_groups, 0)
     chunk, inside = row * chunks + tl.arange(0, CHUNKS), tl.arange(0, CHUNKS) < chunks
     token = tl.full((), -1, tl.int32)
     if tl.abs(top) < INFINITY:
-        if degrees < GREEDY_BELOW:
+        if temperature < GREEDY_BELOW:
             group = tl.min(tl.where(of_groups == top, tl.arange(0, WIDTH), WIDTH), 0)
             place = group * GROUP + tl.arange(0, GROUP)
             token = tl.min(tl.where(load_logits(x, place, place < vocab) == top, place, LAST_ID), 0)
@@ -163,7 +182,7 @@ def _finish(
                 total = tl.sum(tl.load(totals + chunk, inside, other=0), 0)
             source = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
             token = draw_truncated(
-                x, vocab, maxima, groups, scratch, degrees, k, p, m, total, source, WIDTH, GROUP, TILE, CANDIDATES
+                x, vocab, maxima, groups, scratch, temperature, k, p, m, total, source, WIDTH, GROUP, TILE, CANDIDATES
             )
     tl.store(drawn + row, token.to(tl.int64))
 
@@ -172,7 +191,7 @@ def _finish(
 def _load_limits(
     row: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor, vocab: tl.tensor
 ) -> tuple[tl.tensor, ...]:
-    """top_k is 0 if it leaves all."""
+    """Of a row: its temperature, fp32; top_k, int32, 0 if it leaves all; top_p and min_p, fp32."""
     k = tl.load(top_k + row)
     return tl.load(temperature + row), tl.where(k >= vocab, 0, k), tl.load(top_p + row), tl.load(min_p + row)
 

@@ -5,8 +5,17 @@ multiples of that many, are summed as flash attention does (Dao 2023), from noth
 their order. A tile or a split of which a row sees nothing changes none of its bits. So these do not depend on which
 rows go together, nor on who computes which splits, as long as a product's row does not depend on how many there are.
 
-A state is (most, weight, sums): the highest score so far, in units that exp2 takes; the sum of the weights exp2(score -
-most); and those of weights times V, [rows, SHAPE.width]. Products are not fused with sums unless it says `fma`.
+What goes together, in tuples; LINES lines of a tile, each a row and one of its heads (`lines_of`):
+
+    state   (most, weight, sums), fp32 [LINES], [LINES], [LINES, SHAPE.width]: of the tokens so far the highest score,
+            in units that exp2 takes; the sum of the weights exp2(score - most); and that of weights times V. (m, l and
+            O in the papers on flash attention.)
+    view    (start, end, seen_from, seen_to), int32 [LINES], [LINES], scalars: a line sees the tokens [start, end) of
+            its sequence, and no line sees one outside [seen_from, seen_to).
+    pages   (table, k_codes, k_scales, v_codes, v_scales), pointers: int32, the blocks of the sequence; where in block 0
+            codes and fp16 scales of the lines' key/value head begin.
+
+Products are not fused with sums unless it says `fma`.
 """
 
 import triton
@@ -40,8 +49,8 @@ def lines_of(
     LINES: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Lines of a tile are the heads of a group, for row `row` of a sequence and those after it, up to `rows`; `before`
-    tokens lie before the sequence's row 0. -> (row and head of each line, and whether it is there; the view:
-    `attend_tile`; the end of what the first row sees; the start of what the last one sees)."""
+    tokens lie before the sequence's row 0. -> row and head of each line, int32 [LINES], and whether it is there, bool
+    [LINES]; the view; the end of what the first row sees; the start of what the last one sees."""
     PARTS: tl.constexpr = SHAPE.parts
     TOGETHER: tl.constexpr = SHAPE.together
     line = tl.arange(0, LINES)
@@ -66,7 +75,7 @@ def pages_of(
     group: tl.tensor,
     SHAPE: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """Where, in block 0, codes and scales of the group's key/value head begin."""
+    """k_codes and the like: where those of all heads begin in block 0 -> pages of the group's key/value head."""
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v
     slots = group // SHAPE.parts * SHAPE.page
@@ -222,7 +231,8 @@ def column_dims(SHAPE: tl.constexpr) -> tl.tensor:
 
 # ------------------------------------------------------------------ states
 @triton.jit
-def no_tokens(LINES: tl.constexpr, SHAPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def no_tokens(LINES: tl.constexpr, SHAPE: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """-> the state before any."""
     WIDTH: tl.constexpr = SHAPE.width
     most = tl.full((LINES,), NOTHING, tl.float32)
     return most, tl.zeros((LINES,), tl.float32), tl.zeros((LINES, WIDTH), tl.float32)
@@ -231,8 +241,9 @@ def no_tokens(LINES: tl.constexpr, SHAPE: tl.constexpr) -> tuple[tl.tensor, tl.t
 @triton.jit
 def only_sinks(
     sinks: tl.tensor, head: tl.tensor, there: tl.tensor, LINES: tl.constexpr, SHAPE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Where splits are merged into: a sink is a token whose V is 0."""
+) -> tuple[tl.tensor, ...]:
+    """-> the state that splits are merged into. sinks: pointer to fp32 [heads], or None; a sink is a token whose V is
+    0."""
     most, weight, sums = no_tokens(LINES, SHAPE)
     if sinks is not None:
         most = tl.load(sinks + head, mask=there, other=NOTHING) * LOG2_E
@@ -241,15 +252,10 @@ def only_sinks(
 
 
 @triton.jit
-def merged(
-    most: tl.tensor,
-    weight: tl.tensor,
-    sums: tl.tensor,
-    next_most: tl.tensor,
-    next_weight: tl.tensor,
-    next_sums: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The state of splits up to one, and of the next one, -> of all of them."""
+def merged(state: tl.tuple, following: tl.tuple) -> tuple[tl.tensor, ...]:
+    """The state of splits up to one, and that of the next one -> of all of them."""
+    most, weight, sums = state
+    next_most, next_weight, next_sums = following
     highest = tl.maximum(most, next_most)
     base = tl.where(highest == NOTHING, 0.0, highest)
     old, new = tl.exp2(most - base), tl.exp2(next_most - base)
@@ -262,12 +268,14 @@ def store_rows(
     row: tl.tensor,
     head: tl.tensor,
     there: tl.tensor,
-    weight: tl.tensor,
-    sums: tl.tensor,
+    state: tl.tuple,
     channels: tl.tensor,
     SHAPE: tl.constexpr,
 ) -> None:
-    """To out [rows, heads, dims], of each line, what its weights make of V; 0 where it sees no token."""
+    """To out [rows, heads, dims], of each line, what its weights make of V; 0 where it sees no token.
+
+    channels: pointer to fp32 [kv_heads, dims], by which V was divided; or None."""
+    _most, weight, sums = state
     dim = column_dims(SHAPE)
     keep = there[:, None] & (dim < SHAPE.dims)[None, :]
     x = sums / tl.where(weight == 0.0, 1.0, weight)[:, None]
@@ -284,17 +292,20 @@ def store_rows(
 def attend_tile(
     first: tl.tensor,
     q: tl.tensor,
-    most: tl.tensor,
-    weight: tl.tensor,
-    sums: tl.tensor,
+    state: tl.tuple,
     view: tl.tuple,
     pages: tl.tuple,
     bend: tl.tensor,
     unit: tl.tensor,
     SHAPE: tl.constexpr,
     MASKED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The tile that begins at token `first`. Not MASKED: all lines see all of its tokens."""
+) -> tuple[tl.tensor, ...]:
+    """The state, and the tile that begins at token `first`, -> the state with it. Not MASKED: all lines see all of its
+    tokens.
+
+    q: [LINES, SHAPE.width], of `load_queries`; a score is q . k x unit, or with a soft cap tanh(q . k x bend) x unit.
+    """
+    most, weight, sums = state
     K: tl.constexpr = SHAPE.k
     V: tl.constexpr = SHAPE.v
     start, end, seen_from, seen_to = view
@@ -341,12 +352,8 @@ def attend_tile(
 def attend_next(
     first: tl.tensor,
     q: tl.tensor,
-    most: tl.tensor,
-    weight: tl.tensor,
-    sums: tl.tensor,
-    all_most: tl.tensor,
-    all_weight: tl.tensor,
-    all_sums: tl.tensor,
+    split: tl.tuple,
+    before: tl.tuple,
     view: tl.tuple,
     pages: tl.tuple,
     bend: tl.tensor,
@@ -355,13 +362,13 @@ def attend_next(
     LINES: tl.constexpr,
     MERGES: tl.constexpr,
     MASKED: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """`attend_tile`; with MERGES, where the tile begins a split, those before it are merged first."""
+) -> tuple[tl.tuple, tl.tuple]:
+    """`attend_tile`. split, before: states, of the tile's split and of those before it. With MERGES, where the tile
+    begins a split, the one before is merged first."""
     if MERGES and first % SHAPE.split == 0:
-        all_most, all_weight, all_sums = merged(all_most, all_weight, all_sums, most, weight, sums)
-        most, weight, sums = no_tokens(LINES, SHAPE)
-    most, weight, sums = attend_tile(first, q, most, weight, sums, view, pages, bend, unit, SHAPE, MASKED)
-    return most, weight, sums, all_most, all_weight, all_sums
+        before = merged(before, split)
+        split = no_tokens(LINES, SHAPE)
+    return attend_tile(first, q, split, view, pages, bend, unit, SHAPE, MASKED), before
 
 
 @triton.jit
@@ -371,9 +378,7 @@ def attend_tiles(
     least_end: tl.tensor,
     last_start: tl.tensor,
     q: tl.tensor,
-    all_most: tl.tensor,
-    all_weight: tl.tensor,
-    all_sums: tl.tensor,
+    before: tl.tuple,
     view: tl.tuple,
     pages: tl.tuple,
     bend: tl.tensor,
@@ -381,29 +386,20 @@ def attend_tiles(
     SHAPE: tl.constexpr,
     LINES: tl.constexpr,
     MERGES: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """Tokens in [low, high), `low` a multiple of SHAPE.tile -> the state of the last split, and `all_...`: with MERGES
-    the state of those before it. Tiles between the last line's start and the first one's end are seen by all lines."""
+) -> tuple[tl.tuple, tl.tuple]:
+    """Tokens in [low, high), `low` a multiple of SHAPE.tile -> the state of the last split, and `before`, with which
+    MERGES merges those before it. Tiles between the last line's start and the first one's end are seen by all lines."""
     TILE: tl.constexpr = SHAPE.tile
-    most, weight, sums = no_tokens(LINES, SHAPE)
+    split = no_tokens(LINES, SHAPE)
     whole_from = low
     if SHAPE.is_windowed:
         whole_from = tl.minimum(tl.cdiv(last_start, TILE), tl.cdiv(high, TILE)) * TILE
         whole_from = tl.maximum(low, whole_from)
         for first in tl.range(low, whole_from, TILE, num_stages=1):
-            most, weight, sums, all_most, all_weight, all_sums = attend_next(
-                first, q, most, weight, sums, all_most, all_weight, all_sums, view, pages, bend, unit,
-                SHAPE, LINES, MERGES, True,
-            )  # fmt: skip
+            split, before = attend_next(first, q, split, before, view, pages, bend, unit, SHAPE, LINES, MERGES, True)
     whole_to = tl.maximum(tl.minimum(high, least_end) // TILE * TILE, whole_from)
     for first in tl.range(whole_from, whole_to, TILE):
-        most, weight, sums, all_most, all_weight, all_sums = attend_next(
-            first, q, most, weight, sums, all_most, all_weight, all_sums, view, pages, bend, unit,
-            SHAPE, LINES, MERGES, False,
-        )  # fmt: skip
+        split, before = attend_next(first, q, split, before, view, pages, bend, unit, SHAPE, LINES, MERGES, False)
     for first in tl.range(whole_to, high, TILE, num_stages=1):
-        most, weight, sums, all_most, all_weight, all_sums = attend_next(
-            first, q, most, weight, sums, all_most, all_weight, all_sums, view, pages, bend, unit,
-            SHAPE, LINES, MERGES, True,
-        )  # fmt: skip
-    return most, weight, sums, all_most, all_weight, all_sums
+        split, before = attend_next(first, q, split, before, view, pages, bend, unit, SHAPE, LINES, MERGES, True)
+    return split, before

@@ -8,8 +8,15 @@ are cut as the definition says. Should there be more than CANDIDATES (flat rows,
 walk has at least found between which two logits the order is cut, and `_search` finds the one by passes over the row
 that quarter the interval (a search by pivots, as in Qrita: arXiv 2602.01518).
 
-Arguments that stay together: `row` is (pointer to its logits, its maximum, log2(e) / temperature, vocabulary), `limits`
-(top_k, top_p, the t that min_p stands for, the weight that top_p stands for), `source` (seed, choice, position).
+What stays together, in tuples of scalars:
+
+    row      pointer to its logits, in any float dtype; its maximum and `scale_of`, fp32; the vocabulary, int32
+    limits   top_k, int32, 0: off; top_p, fp32; `least_t_of` min_p, fp32; fp64 `_share_of` top_p: how much the tokens
+             before the last that is kept may weigh, where it is known already
+    source   seed, choice, position, int64: of the random words
+
+A key is an int32 in the order of logits (`key_of`), an entry an int64 of a key and of a group's or token's number
+(`entry_of`), a weight an int64 (`weight_of`). Numbers of tokens are int32.
 """
 
 import triton
@@ -55,8 +62,11 @@ def draw_truncated(
     TILE: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ) -> tl.tensor:
-    """x, maxima: the row's, finite; scratch: int64 [WIDTH + CANDIDATES]; total: its weight, where top_p cuts all of
-    it."""
+    """-> a token, int32. Pointers: x, to the row's logits in any float dtype; maxima, to fp32 [WIDTH], those of its
+    `groups` groups of GROUP tokens, the largest finite; scratch, to int64 [WIDTH + CANDIDATES].
+
+    temperature, top_p, min_p: fp32; top_k: int32, 0: off; total: int64, the weight of the row, where top_p cuts all of
+    it; source: as above."""
     order, found = scratch, scratch + WIDTH
     group = tl.arange(0, WIDTH)
     of_groups = load_maxima(maxima, groups, WIDTH)
@@ -75,13 +85,15 @@ def draw_truncated(
 
 @triton.jit
 def _share_of(top_p: tl.tensor, weight: tl.tensor) -> tl.tensor:
-    """fp64: what the tokens before the last that is kept may weigh, of so much weight; infinite if all are kept."""
+    """fp32, int64 -> fp64: what the tokens before the last that is kept may weigh, of so much weight; infinite if all
+    are kept."""
     return tl.where(top_p < 1.0, top_p.to(tl.float64) * weight.to(tl.float64), INFINITY)
 
 
 @triton.jit
 def _is_kept(rank: tl.tensor, before: tl.tensor, top_k: tl.tensor, share: tl.tensor) -> tl.tensor:
-    """before: the weight of the tokens before"""
+    """By top-k and top-p: bool [...]. rank: int32 [...], how many tokens come before; before: int64 [...], what they
+    weigh; share: as in limits."""
     return (rank < tl.where(top_k > 0, top_k, LAST_ID)) & ((rank == 0) | (before.to(tl.float64) < share))
 
 
@@ -98,7 +110,8 @@ def _walk(
 ) -> tuple[tl.tensor, ...]:
     """Puts the tokens above a floor into `found`, as far as there is room. Groups are in `order` of their maxima.
 
-    -> how many they are, the floor; how many lay above the floor before (too few), their weight, and that floor.
+    order, found: pointers to entries, [WIDTH] of groups, [CANDIDATES] of tokens.
+    -> how many they are, the floor, a key; how many lay above the floor before (too few), their weight, and that floor.
     """
     x, top, scale, vocab = row
     top_k, top_p, least_t, share = limits
@@ -134,7 +147,8 @@ def _walk(
 def _draw_sorted(
     row: tl.tuple, limits: tl.tuple, source: tl.tuple, found: tl.tensor, count: tl.tensor, CANDIDATES: tl.constexpr
 ) -> tl.tensor:
-    """A token of the `count` in `found`, among which all that are kept are."""
+    """-> a token of the `count` in `found`, among which all that are kept are. found: pointer to entries
+    [CANDIDATES]."""
     _, top, scale, _ = row
     top_k, top_p, least_t, share = limits
     seed, choice, position = source
@@ -163,7 +177,8 @@ def _draw_cut(
     weight_above: tl.tensor,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """A token of a row where `_walk` found `count` above the floor, too many to sort, and `above` above the ceiling."""
+    """-> a token of a row where `_walk` found `count` above the floor, too many to sort, and above the ceiling `above`,
+    which weigh `weight_above`. floor, ceiling: keys."""
     _, top, scale, _ = row
     top_k, top_p, least_t, share = limits
     low, high = floor.to(tl.int64) + 1, ceiling.to(tl.int64) + 1
@@ -232,7 +247,8 @@ def _narrowed(
     share: tl.tensor,
     BY_WEIGHT: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """The interval of `_search`, one of its ends moved to a pivot from which on there are so many tokens."""
+    """The interval of `_search` (its five results), one of its ends moved to a pivot, int64, from which on there are
+    `count` tokens of that weight."""
     low, high, count_low, above, weight_above = interval
     if BY_WEIGHT:
         is_enough = weight.to(tl.float64) >= share
@@ -254,7 +270,8 @@ def _draw_from(
     weight_above: tl.tensor,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """A token of those with a greater key than `cut`, `above` of them with `weight_above`, and of the first with it."""
+    """-> a token of those with a greater key than `cut`, which are `above` and weigh `weight_above`, and of the first
+    with it."""
     x, top, scale, vocab = row
     top_k, _, least_t, share = limits
     seed, choice, position = source
