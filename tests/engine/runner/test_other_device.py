@@ -13,6 +13,7 @@ import tiny_models
 import torch
 from engines import CPU, Engine, Loaded
 from late_device import LateDevice
+from msgspec import structs
 from tiny_models import FAMILIES, VARIANTS
 
 from configs.model import Quantization
@@ -120,7 +121,7 @@ def test_logits_that_the_device_lost_are_nobody_in_particulars_fault(
     monkeypatch.setattr(ops, "draw", static_kernels.draw)
     assert engine.run(PROMPTS[:1], GREEDY)[0].finish_reason == "length"
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        engine.run(PROMPTS, replace(GREEDY, logprobs=1))
+        engine.run(PROMPTS, structs.replace(GREEDY, logprobs=1))
 
 
 @pytest.mark.parametrize(("device", "asked"), [(CPU, [52, 48]), (META, [100])])

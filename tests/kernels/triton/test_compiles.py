@@ -263,7 +263,7 @@ def test_the_same_code_serves_whatever_differs_from_step_to_step(launched: list[
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("bf16", "int4") else pytest.mark.slow) for name in ATTENTION]
+    "name", [pytest.param(name, marks=() if name == "bf16" else pytest.mark.slow) for name in ATTENTION]
 )
 def test_attention_compiles(name: str, launched: list[Any], tmp_path: Path) -> None:
     """Tiles come 16 bytes at a time while others are computed, by the units that multiply matrices; a program takes no
