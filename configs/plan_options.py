@@ -18,6 +18,8 @@ from configs.settings import Settings, flag
 
 AUTO_DTYPE: DType = "bfloat16"
 """--dtype auto, where no device is asked."""
+FOR_GPUS = ("float16", "triton", "flash-attn")
+"""Values of --dtype and --attention-backend."""
 USUAL_KV_HEADS = 8
 """Of models with grouped-query attention."""
 QUANTISED = (("int8", "auto"), ("int8", "int4"), ("int4", "auto"))
@@ -63,7 +65,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Question:
-    """A model under settings, in a memory."""
+    """A model under settings, in a memory. Raises `SettingsError` for flags that are for the other kind of memory."""
 
     settings: Settings
     model: SizedConfig
@@ -73,11 +75,27 @@ class Question:
     ranks: int = 1
     """GPUs among which the model is split."""
 
+    def __post_init__(self) -> None:
+        given, backend = self.settings, self.settings.attention_backend
+        if self.memory is None:
+            return
+        if self.memory.is_gpu and backend == "cpu":
+            raise SettingsError(
+                "--attention-backend cpu is for CPUs: give --memory in place of --gpu, or another --attention-backend."
+            )
+        if self.memory.is_gpu and given.batch_invariant and backend not in ("auto", "triton"):
+            raise SettingsError(
+                f"--batch-invariant asks that Triton computes attention: leave --attention-backend {backend} away."
+            )
+        for name in () if self.memory.is_gpu else ("dtype", "attention_backend"):
+            if (value := getattr(given, name)) in FOR_GPUS:
+                raise SettingsError(
+                    f"{flag(name)} {value} is for GPUs: give --gpu in place of --memory, or another {flag(name)}."
+                )
+
     @cached_property
     def dtype(self) -> DType:
         given = self.settings.dtype
-        if given == "float16" and self.memory is not None and not self.memory.is_gpu:
-            raise SettingsError("--dtype float16 is for GPUs: give --gpu in place of --memory, or another --dtype.")
         return AUTO_DTYPE if given == "auto" else given
 
     @cached_property

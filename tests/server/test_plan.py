@@ -372,6 +372,17 @@ def test_the_default_model_is_not_fetched(
         (("--max-model", "1"), "unknown flag --max-model: did you mean '--max-model-len'?"),
         (("--block-size", "24"), "--block-size must be a power of two"),
         (("--dtype", "float16", "--memory", "64GiB"), "--dtype float16 is for GPUs"),
+        (("--attention-backend", "triton", "--memory", "64GiB"), "--attention-backend triton is for GPUs: give --gpu"),
+        (("--attention-backend", "flash-attn", "--memory", "64GiB"), "--attention-backend flash-attn is for GPUs"),
+        (("--attention-backend", "cpu", "--gpu", "64GiB"), "--attention-backend cpu is for CPUs: give --memory"),
+        (
+            ("--batch-invariant", "--attention-backend", "reference", "--gpu", "64GiB"),
+            "--batch-invariant asks that Triton computes attention: leave --attention-backend reference away.",
+        ),
+        (
+            ("--batch-invariant", "--attention-backend", "flash-attn", "--gpu", "64GiB"),
+            "--batch-invariant asks that Triton computes attention: leave --attention-backend flash-attn away.",
+        ),
         (("--kv-cache-dtype", "int3"), "--kv-cache-dtype must be"),
         (("another",), "one MODEL at most, got"),
     ],
