@@ -76,7 +76,7 @@ def diagnose(settings: Settings) -> Diagnosis:
     device.prepare()
     found.add("machine", lambda: machine(device))
     found.add("versions", versions)
-    found.add("kernels", lambda: kernels(device, found.problems))
+    found.add("kernels", lambda: kernels(settings, device, found.problems))
     found.add("attention", lambda: attention(settings, device))
     found.add("model and KV cache", lambda: model(settings, device))
     found.add("Hugging Face Hub", hub)
@@ -160,17 +160,19 @@ def versions() -> dict[str, str]:
     return found
 
 
-def kernels(device: Device, problems: list[str]) -> dict[str, str]:
-    """For each op what serves it and why what would be preferred does not."""
+def kernels(settings: Settings, device: Device, problems: list[str]) -> dict[str, str]:
+    """For each op what serves it under `settings`, and why what would be preferred does not."""
     native = library.load()
     if native is None and not device.is_gpu:
         problems.append(f"There are no native kernels, so answers come slowly: {library.refusal()}.")
     rows = {"library": "none" if native is None else str(native.path), "number format": device.dtype_name}
     if device.dtype_note:
         rows["number format"] += f" ({device.dtype_note})"
+    backends = {"paged_attention": settings.attention_backend, "pack_linear": linear_backend(settings, device)}
     for op in _all_ops():
+        dtype = torch.float32 if op in OF_LOGITS else device.dtype
         try:
-            choice = choose(op, device.place.type, torch.float32 if op in OF_LOGITS else device.dtype)
+            choice = choose(op, device.place.type, dtype, backend=backends.get(op, AUTO))
         except NoImplementation as error:
             rows[op] = f"none: {error}"
             continue

@@ -55,22 +55,33 @@ def test_versions() -> None:
 
 def test_every_op_has_a_kernel_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     problems: list[str] = []
-    rows = kernels(CPU, problems)
+    rows = kernels(Settings(), CPU, problems)
     assert {"paged_attention", "store_kv", "pack_linear", "rms_norm", "rotary"} <= rows.keys()
     assert rows["number format"] == "float32" and not problems
-    bfloat16 = kernels(replace(CPU, dtype_name="bfloat16"), problems)
+    bfloat16 = kernels(Settings(), replace(CPU, dtype_name="bfloat16"), problems)
     assert all(bfloat16[op] == rows[op] for op in ("softmax_weights", "draw_truncated")), "logits are fp32 all the same"
     if "C++ AMX" not in rows["pack_linear"]:
         assert "AMX" in rows["pack_linear"], "it says why not"
     monkeypatch.setattr(diagnosis.library, "load", lambda: None)
     monkeypatch.setattr(diagnosis.library, "refusal", lambda: "no C++ compiler; install g++")
-    kernels(CPU, problems)
+    kernels(Settings(), CPU, problems)
     assert problems == ["There are no native kernels, so answers come slowly: no C++ compiler; install g++."]
     hopper = GPU("NVIDIA H200", (9, 0), 2**37, 2**37, has_bfloat16=True)
-    rows = kernels(Device.find(Settings(), lambda: hopper), problems)
+    rows = kernels(Settings(), Device.find(Settings(), lambda: hopper), problems)
     assert rows["number format"] == "bfloat16" and rows["softmax_weights"] == "torch reference"
     missed = {op: words for op, words in rows.items() if op != "library" and "C++" in words}
     assert not missed and len(problems) == 1, "on a GPU nobody misses the CPU's kernels"
+
+
+def test_the_kernels_are_those_that_are_asked_for() -> None:
+    rows = kernels(Settings(attention_backend="reference"), CPU, [])
+    assert rows["paged_attention"].startswith("torch reference (not C++")
+    assert rows["pack_linear"] == kernels(Settings(), CPU, [])["pack_linear"]
+    rows = kernels(Settings(attention_backend="flash-attn"), CPU, [])
+    assert rows["paged_attention"].startswith("none: ")
+    gpu = Device.find(Settings(), lambda: GPU("NVIDIA H200", (9, 0), 2**37, 2**37, has_bfloat16=True))
+    rows = {flag: kernels(Settings(batch_invariant=flag), gpu, [])["pack_linear"] for flag in (False, True)}
+    assert "Triton" not in rows[False].split(" (not ")[0] and rows[True].startswith(("Triton", "none: "))
 
 
 def test_the_kv_cache_that_would_be_chosen(tiny: Path) -> None:
