@@ -1,4 +1,4 @@
-"""Perplexity of SmolLM2, as a server computes it in bf16, over 20,000 tokens of the manual that Python brings."""
+"""Perplexity of SmolLM2, as a server computes it, over 20,000 tokens of the manual that Python brings."""
 
 import math
 import pydoc_data.topics
@@ -11,6 +11,7 @@ from smollm2 import smollm2, smollm2_gguf
 
 from configs.kv import LayerKV
 from configs.kv_flags import PLAIN
+from configs.model import DType
 from engine.runner.kv_store import KVTransforms
 from engine.runner.solo import Solo
 from engine.source import ModelSource
@@ -25,7 +26,8 @@ def losses(
     loaded: Loaded,
     layers: Sequence[LayerKV],
     transforms: Sequence[KVTransforms] | None = None,
-    sequences: int = SEQUENCES,
+    *,
+    sequences: int,
 ) -> list[float]:
     """Of each of the first `sequences`, in nats, the sum over its tokens but the first."""
     found = []
@@ -40,15 +42,17 @@ def losses(
     return found
 
 
-def cost(found: Sequence[float]) -> float:
-    """Per cent by which the perplexity over these sequences is above that of bf16 weights and a bf16 cache."""
-    return 100 * math.expm1((sum(found) - sum(plain_losses()[: len(found)])) / (len(found) * (SEQUENCE - 1)))
+def cost(found: Sequence[float], plain: Sequence[float]) -> float:
+    """Per cent by which the perplexity of `found` is above that of `plain`, of the same sequences."""
+    assert len(found) == len(plain)
+    return 100 * math.expm1((sum(found) - sum(plain)) / (len(found) * (SEQUENCE - 1)))
 
 
 @cache
-def plain_losses() -> list[float]:
-    loaded = smollm2(torch.bfloat16)
-    return losses(loaded, loaded.config.kv_layers(PLAIN["bfloat16"]))
+def plain_losses(dtype: DType, sequences: int) -> list[float]:
+    """With weights and cache in `dtype`."""
+    loaded = smollm2(getattr(torch, dtype))
+    return losses(loaded, loaded.config.kv_layers(PLAIN[dtype]), sequences=sequences)
 
 
 @cache

@@ -4,7 +4,7 @@ import pytest
 import torch
 from engines import Completion, Loaded
 from exact_ways import WAYS, Requests, alone, assert_equal
-from perplexity import cost, losses
+from perplexity import cost, losses, plain_losses
 from smollm2 import smollm2_gguf
 from tiny_models import VARIANTS, build
 
@@ -54,5 +54,5 @@ def test_bits_of_smollm2_in_company(smol: Loaded) -> None:
 
 def test_int8_weights_cost_no_more_than_the_gate(smol: Loaded) -> None:
     layers = smol.config.kv_layers(PLAIN["bfloat16"])
-    found = cost(losses(smol, layers, None, SEQUENCES))
+    found = cost(losses(smol, layers, sequences=SEQUENCES), plain_losses("bfloat16", SEQUENCES))
     assert -1 < found <= GATE and found != 0, found
