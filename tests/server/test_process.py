@@ -341,6 +341,20 @@ def test_a39_a_second_signal_ends_the_drain_at_once(tiny: Path, first: signal.Si
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
+def test_a39_a_signal_while_the_model_loads_ends_it_without_a_word(tiny: Path) -> None:
+    command = Command(str(tiny), "--port", "0")
+    try:
+        eventually(command.children)
+        [engine] = command.children()
+        engine.suspend()  # it will not have loaded when the signal comes
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait() == 0
+        assert "Traceback" not in "".join(command.errors) and command.lines.empty()
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+    finally:
+        command.process.kill()
+
+
 def test_a39_a_body_that_never_comes_is_answered_at_the_end(tiny: Path) -> None:
     """The drain does not wait for a request that has not arrived; its client is told all the same."""
     with serving(tiny) as (command, http), raw_connection(http) as connection:
