@@ -1,4 +1,5 @@
-"""Triton's interpreter, more like a GPU: quicker, and adding products in an order that company does not change."""
+"""Triton's interpreter, more like a GPU: quicker, with any numpy, and adding products in an order that company does not
+change."""
 
 from typing import Any
 
@@ -25,5 +26,13 @@ def improve() -> None:
         products = np.einsum("ik,kj->ij", a.data, b.data, dtype=sums.data.dtype)
         return interpreter.TensorHandle(products + sums.data, sums.dtype.scalar)
 
+    plain = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 takes an index from an array in a way that numpy 2.4 refuses, and numpy 2.3 warns of."""
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
     interpreter.InterpretedFunction.__call__ = call
     interpreter.InterpreterBuilder.create_dot = dot
