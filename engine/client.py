@@ -146,16 +146,19 @@ class EngineClient:
         """Returns once the engine is dead, whatever ended it."""
         await self._ended.wait()
 
-    async def drain(self, timeout: float) -> None:
-        """Takes no new work; waits for the open sequences, then fails what is left."""
+    async def drain(self, timeout: float) -> int:
+        """Takes no new work; waits for the open sequences, then fails what is left: so many requests."""
         if self.phase in ("ready", "loading"):
             self._enter("draining")
         deadline = time.monotonic() + timeout
         while self._open and self.phase == "draining" and time.monotonic() < deadline:
             await self._next_change(deadline - time.monotonic())
         message = f"The server is shutting down and the drain time of {timeout:g} s has run out."
+        num_failed = 0
         while self._open:
             self._fail_stream(next(iter(self._open.values())), NotReady(message, "draining"))
+            num_failed += 1
+        return num_failed
 
     async def close(self, patience: float = STOP_SECONDS) -> None:
         """Ends the engine, by force when it has not gone after `patience` seconds, and the sockets."""

@@ -288,6 +288,10 @@ def drained(tiny: Path) -> Life:
 def test_a39_serves_drains_and_leaves_nothing_behind(drained: Life) -> None:
     assert "data: [DONE]" in drained.stream and any('"finish_reason":"length"' in line for line in drained.stream)
     assert drained.code == 0 and not drained.engine_left
+    said = [json.loads(line)["message"] for line in drained.errors]
+    assert said.index("drained: all requests have ended") > said.index(
+        "draining: open requests have 30 s; a second signal (Ctrl-C) stops at once"
+    )
 
 
 def test_both_processes_log_json_lines_where_there_is_no_terminal(drained: Life) -> None:
@@ -312,6 +316,8 @@ def test_a39_a_long_stream_ends_with_an_error_when_the_drain_time_is_over(cut_sh
     finished = any('"finish_reason":"length"' in line for line in cut_short.stream)
     assert finished or "error" in json.loads(cut_short.stream[-2].removeprefix("data: "))
     assert cut_short.code == 0
+    drained = "all requests have ended" if finished else "still open and cut off: 1 (--shutdown-timeout)"
+    assert f"drained: {drained}" in "".join(cut_short.errors)
 
 
 def test_words_are_logged_if_asked_for(cut_short: Life) -> None:
