@@ -139,7 +139,9 @@ def test_a_key(capsys: pytest.CaptureFixture[str]):
 
 
 def command(*argv: str) -> list[str]:
-    return [sys.executable, "-c", "import sys, server.cli; sys.exit(server.cli.main())", "bench", *argv]
+    """Interrupted by SIGINT also where a shell that runs the tests in the background has had it ignored."""
+    code = "import signal, sys, server.cli; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    return [sys.executable, "-c", f"{code} sys.exit(server.cli.main())", "bench", *argv]
 
 
 def test_ctrl_c():
@@ -157,8 +159,11 @@ def test_ctrl_c():
         )
         eventually(lambda: len(server.bodies("/v1/completions")) == 2, 60)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-        ends.set()
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            ends.set()
     assert (process.returncode, out, err) == (130, "", "octavo: bench was interrupted: nothing is reported.\n")
 
 
