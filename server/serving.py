@@ -115,10 +115,8 @@ class Serving:
                 patience = self._context.settings.shutdown_timeout
                 logger.info("draining: open requests have %g s; a second signal (Ctrl-C) stops at once", patience)
                 failed = await self._context.engine().drain(patience)
-                ended = (
-                    f"still open and cut off: {failed} (--shutdown-timeout)" if failed else "all requests have ended"
-                )
-                logger.info("drained: %s", ended)
+                cut_off = f"still open and cut off: {failed} (--shutdown-timeout)"
+                logger.info("drained: %s", cut_off if failed else "all requests have ended")
             if self._context.phase == "dead":
                 logger.error("the engine has stopped: %s", self._context.engine().failure)
                 await asyncio.sleep(DEAD_SECONDS)
